@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure kvhma against vLLM's own functions, both in one process, and print ratios as Markdown.
 
-Nothing of vLLM is written again here: its classes are filled with the attributes that their methods read, and
-the methods are called. What both sides choose is compared byte by byte before anything is timed.
+Nothing of vLLM is reimplemented here: its classes are filled with the attributes that their methods read, and the
+methods are called. The selections of both sides are compared byte by byte before anything is timed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import platform
 import random
 import sys
+import textwrap
 import time
 from bisect import bisect_right
 from collections import defaultdict
@@ -70,14 +71,14 @@ Read: TypeAlias = tuple[NDArray[np.uint64], Any, NDArray[np.uint64], Any]
 
 ROUNDS = 200
 BURST = 0.001
-"""Seconds of a burst: shorter than what a busy machine lets a process run at a stretch."""
+"""Seconds of a burst: shorter than the time that a busy machine lets a process run at a stretch."""
 
 
 # vLLM's objects
 
 
 class Recorder:
-    """In the place of NIXL: keeps prepared lists, and the ids of the last read."""
+    """Replaces NIXL: stores prepared lists, and the ids of the last read."""
 
     def __init__(self) -> None:
         self.lists: list[NDArray[np.uint64]] = []
@@ -148,7 +149,7 @@ def state_spec(one: Model, geometry: Geometry, block_size: int) -> MambaSpec:
 
 
 class Scheduler(NixlPullConnectorScheduler):
-    """vLLM's scheduler half; its own constructor, given a configuration with what that reads."""
+    """vLLM's scheduler half, from its own constructor, given a configuration with what that reads."""
 
     def __init__(self, caches: KVCacheConfig) -> None:
         config = SimpleNamespace(
@@ -278,7 +279,7 @@ class Worker(NixlPullConnectorWorker):
         )
 
     def connect(self, remotes: Sequence[Worker]) -> None:
-        """Shake hands with the ranks that this one reads from."""
+        """Do the handshake with the ranks that this one reads from."""
         self.prepare()
         size = remotes[0].world_size
         for rank in self.transfer_topo.handshake_target_ranks(size):
@@ -315,7 +316,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Request:
-    """Block tables as the two managers keep them: blocks that are dropped are the null block at the front."""
+    """Block tables as the two managers have them: freed blocks are the null block at the front."""
 
     tokens: int
     local: BlockTables
@@ -323,7 +324,7 @@ class Request:
 
     @cached_property
     def unhashed(self) -> BlockTables:
-        """What D's manager hands to the connector: the blocks to fill, without null blocks."""
+        """The blocks that D's manager gives to the connector: the blocks to fill, without null blocks."""
         return [[block for block in table if block] for table in self.local]
 
 
@@ -394,7 +395,7 @@ def from_tables(pair: Pair, asked: Request) -> Callable[[], kvhma.Transfer[np.in
 
 
 def sliced(geometry: Geometry, tokens: int, tables: BlockTables) -> list[Span]:
-    """Return the spans of `live_spans` by slicing, as vLLM's clip does: no integer of a list is looked at."""
+    """Return the spans of `live_spans` by slicing, as vLLM's clip does: no integer of a list is read."""
     spans = []
     for group, blocks in zip(geometry.groups, tables, strict=True):
         if group.kind == "ssm":
@@ -442,7 +443,7 @@ def low_level(pair: Pair, asked: Request) -> Callable[[], tuple[Any, Any]]:
     return lambda: (ids(asked.unhashed), ids(asked.remote))
 
 
-# What both chose, byte by byte
+# The selections of both, byte by byte
 
 
 def joined(local: NDArray[np.uint64], remote: NDArray[np.uint64]) -> Copies:
@@ -484,7 +485,7 @@ def difference(ours: Copies, theirs: Copies) -> tuple[list[tuple[int, ...]], lis
 
 
 def why(pair: Pair, asked: Request, extra: Iterable[tuple[int, ...]]) -> dict[str, int]:
-    """Say of every byte that only vLLM moves why kvhma does not."""
+    """Give for every byte that only vLLM moves the reason why kvhma does not."""
     geometry = pair.local
     stride = geometry.layers[0].block_stride
     owner = {
@@ -507,7 +508,7 @@ def why(pair: Pair, asked: Request, extra: Iterable[tuple[int, ...]]) -> dict[st
             if (group, region) not in present:
                 reason = "layers that do not exist"
             elif kind.kind != "ssm" and start >= asked.tokens:
-                reason = "kernel blocks behind the last token"
+                reason = "kernel blocks after the last token"
             else:
                 reason = "unexplained"
             found[reason] += piece
@@ -519,7 +520,7 @@ def why(pair: Pair, asked: Request, extra: Iterable[tuple[int, ...]]) -> dict[st
 
 
 def interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS) -> dict[str, float]:
-    """Return the fastest mean time of each call in seconds: the calls take turns, so noise meets all of them."""
+    """Return the fastest mean time of each call in seconds: the calls alternate, so noise affects all of them."""
     counts = {}
     for name, call in calls.items():
         call()
@@ -527,7 +528,7 @@ def interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS) ->
         call()
         counts[name] = max(1, int(BURST / max(time.perf_counter() - start, 1e-7)))
     found = dict.fromkeys(calls, float("inf"))
-    # Without collections the side that makes more objects is at its best.
+    # Without garbage collections the side that makes more objects is at its best.
     gc.collect()
     gc.disable()
     try:
@@ -551,7 +552,9 @@ def table(title: str, head: Iterable[str], rows: Iterable[Iterable[Any]], note: 
     print(f"## {title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for row in rows:
         print(f"| {' | '.join(str(cell) for cell in row)} |")
-    print(f"\n{note}\n" if note else "")
+    print()
+    if note:
+        print(textwrap.fill(note, 120, break_long_words=False, break_on_hyphens=False) + "\n")
 
 
 def verdict(ratio: float, target: float) -> str:
@@ -675,7 +678,7 @@ def requests() -> None:
         ("", "bytes that both move", "kvhma's ids", "vLLM's ids", "bytes that only vLLM moves"),
         apart,
         "Every byte that kvhma moves vLLM moves too, between the same two addresses. vLLM has four ids for a state "
-        "where kvhma has one, because the parts of a state lie side by side.",
+        "where kvhma has one, because the parts of a state are contiguous.",
     )
 
 
@@ -708,7 +711,7 @@ def cuts() -> None:
             assert np.array_equal(lowlevel.expand_views(views), np.array(listed, dtype=np.uint64))
         times = {"ours": float("inf"), "theirs": float("inf")}
         for _ in range(3):
-            # Calls of seconds and of microseconds: turns of one of these, and of many of those.
+            # Calls of seconds and of microseconds: rounds of one of these, and of many of those.
             for found in (interleaved({"theirs": theirs}, rounds=1), interleaved({"ours": ours}, rounds=50)):
                 times |= {key: min(value, times[key]) for key, value in found.items()}
         ratio = times["theirs"] / times["ours"]
@@ -789,7 +792,7 @@ def posted(reads: Iterable[Read]) -> Count:
 
 
 def real_count(one: Model, pairing: Pairing, sides: Sequence[list[Geometry]], tokens: int, tables: Any) -> Count:
-    """Count what vLLM's own handshake and read choose, over all ranks of D."""
+    """Count what vLLM's own handshake and read select, over all ranks of D."""
     descriptors = total = 0
     for local in sides[0]:
         pair = Pair(one, local, sides[1], pairing.d.options.get("order", "LBHNC"))
@@ -803,7 +806,7 @@ CHECKED = (128, 1_000, 5_000)
 
 
 def both_counts(pairing: Pairing, one: Model, tokens: int, pool: Pool) -> tuple[Count | str, Count | str]:
-    """Return what is counted and what vLLM does; the text of the refusal if it is one."""
+    """Return our count and vLLM's; the text of the refusal if vLLM refuses."""
     blocks = pool_blocks(one, tokens)
     sides = pairing.d.ranks(one, blocks, 1 << 40), pairing.p.ranks(one, blocks, 1 << 56)
     tables = [block_tables(side[0], tokens, pool, seed) for seed, side in enumerate(sides)]

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """KvhmaConnector beside vLLM's own NixlConnector and beside no connector, in real engines that serve tiny models.
 
-In every round each of them takes its turn with the same prompts; what counts is the ratio within a round. What is timed
-is timed outside of the connectors, around the calls that vLLM makes. Prints Markdown, which is what
-benches/RESULTS_E2E.md holds, and draws docs/assets/waterfall.svg. Needs the engines of `make e2e`, and `tests` on the
-path.
+In every round each of them takes its turn with the same prompts; only the ratio within a round counts. Times are
+measured outside of the connectors, around vLLM's calls. Prints Markdown, which is benches/RESULTS_E2E.md, and draws
+docs/assets/waterfall.svg. Needs the engines of `make e2e`, and `tests` on the path.
 
     python benches/connectors.py [--quick] [--only cold warm apart kept stall rested large] [--models gemma3 ...]
 """
@@ -40,28 +39,28 @@ MODELS = {
     "deepseek_v2": "MLA",
 }
 TWO = ("gemma3", "nemotron_h")
-"""Models of the measures that take long."""
+"""Models of the slow measures."""
 
 CONNECTORS = (OURS, THEIRS, EVEN)
 LENGTHS = (301, 2001)
 AT_ONCE = (1, 16)
 COLD_STARTS = 3
 STARTS = 3
-"""Of all engines: one that computes the same is some percent faster or slower from start to start."""
+"""Of all engines: equal engines differ by some percent from start to start."""
 
 ROUNDS = 2
 """Of each start."""
 
 LEAST_ROUNDS = 2
 APART_STARTS = 2
-"""Of engines that have cores of their own: less of what they take depends on the start."""
+"""Of engines on separate cores: their times depend less on the start."""
 
 ROW_SECONDS = 150
-"""After so long no further round is begun: processors without matrix instructions take minutes for some prompts."""
+"""After this time no further round begins: processors without matrix instructions need minutes for some prompts."""
 
 PHASES = ("P, prefill", "P, hand-off", "D")
 LEAST_SECONDS = 5e-5
-"""A group of threads that takes less with every connector has no row."""
+"""A group of threads that needs less with every connector has no row."""
 
 BEYOND = "first token, beyond an own hit without a connector"
 OWN_HIT = "own hit in the same engine"
@@ -70,10 +69,10 @@ NEXT = "second token, after the first"
 ORDER = ("load", "slowest load", "first token", "slowest first token", BEYOND, NEXT, OWN_HIT, PREFILL)
 
 KEPT_SECONDS = 10.0
-"""How long P keeps a request that nobody reads; twice its rest between two steps."""
+"""How long P holds an unread request; twice its sleep between two steps."""
 
 REST_SECONDS = 3.0
-"""After it was read: a step that frees its blocks, and what worker and scheduler spin after that."""
+"""After the read: a step that frees its blocks, and the spinning of worker and scheduler after that."""
 
 KEPT_ROUNDS = 3
 WATERFALLS = 9
@@ -82,13 +81,13 @@ STALL_ROUNDS = 4
 """Of each start."""
 
 ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
-"""Of all engines. Else a step returns memory to the system and faults it in again, one engine's thousands of pages more
-than another's, as its heap happens to lie. VLLM asks for tcmalloc on CPUs, which keeps memory too."""
+"""Of all engines. Otherwise a step returns memory to the system and faults it in again, one engine's thousands of pages
+more than another's, depending on its heap. VLLM asks for tcmalloc on CPUs, which retains memory too."""
 
 SHORT_SPIN = {"KVHMA_E2E_SPIN_SECONDS": "0.001"}
 """VLLM's processes spin for a second while they wait. On two cores they take them from threads that load."""
 OTHER_TOKENS = 2000
-"""Of the answer that D gives meanwhile, and that is aborted when the loads have ended."""
+"""Of the answer that D generates meanwhile, and that is aborted when the loads have ended."""
 
 LARGE = {"hf_overrides": {"num_key_value_heads": 1}, "load_format": "dummy", "dtype": "bfloat16"}
 LARGE_BLOCKS = 1_000_000
@@ -119,14 +118,14 @@ def warm(bench: Bench, name: str) -> None:
 
 
 def apart(bench: Bench, name: str) -> None:
-    """The same with P and D on cores of their own, as if neither shared any with the other."""
+    """The same with P and D on separate cores, as if neither shared any with the other."""
     columns = (OURS, EVEN)
     found = rows_of(bench, columns)
     for start in range(1 if bench.quick else APART_STARTS):
         with bench.pairs(name, *rotated((*columns, HIT), start), apart=True) as pairs:
             measure(found, pairs)
     for rows in found:
-        times, _ = rows.tables(f"{name} ({MODELS[name]}), P and D on cores of their own: {rows.what}")
+        times, _ = rows.tables(f"{name} ({MODELS[name]}), P and D on separate cores: {rows.what}")
         print(times, flush=True)
 
 
@@ -136,7 +135,7 @@ def rows_of(bench: Bench, columns: Sequence[str]) -> list[Warm]:
 
 
 def measure(found: Sequence[Warm], pairs: Pairs) -> None:
-    """Take some more rounds of each row, with engines that have just started."""
+    """Run some more rounds of each row, with engines that have just started."""
     for which in found[0].columns:
         pairs.turn(which, prompts("first", [301]))
     for rows in found:
@@ -144,7 +143,7 @@ def measure(found: Sequence[Warm], pairs: Pairs) -> None:
 
 
 class Warm:
-    """What was measured of so many requests at a time, of one length, with some connectors and an engine without."""
+    """The measurements of this many requests at a time, of one length, with some connectors and an engine without."""
 
     def __init__(self, columns: Sequence[str], at_once: int, length: int) -> None:
         self.columns, self.at_once, self.length = columns, at_once, length
@@ -157,7 +156,7 @@ class Warm:
         self._processor: dict[str, Row] = {}
 
     def measure(self, pairs: Pairs) -> None:
-        """Take some more rounds, with engines that have just started."""
+        """Run some more rounds, with engines that have just started."""
         self._hit_tokens = pairs[HIT].hit_tokens(self.length)
         before = {which: counted(pairs[which].d.engine, which) for which in self.columns}
         taken = 0
@@ -175,7 +174,7 @@ class Warm:
                     row.add(which, (b - a) / (taken * self.at_once))
 
     def _round(self, pairs: Pairs, asked: list[list[int]]) -> None:
-        """All columns are asked the same. The floor's engine takes its turn like the others."""
+        """All columns get the same prompts. The floor's engine takes its turn like the others."""
         floor = 0.0
         turns: dict[str, Turn] = {}
         for which in rotated((*self.columns, HIT), self.rounds):
@@ -212,7 +211,7 @@ class Warm:
 
 
 def set_up(pairs: Pairs, name: str, *, told: bool) -> None:
-    """Refuse engines that hold different caches; print what else could differ, if that was not `told` yet."""
+    """Refuse engines that hold different caches; print what else could differ, if `told` does not have it yet."""
     found = {which: pairs[which].d.set_up() for which in (*CONNECTORS, HIT)}
     if len({one["groups"] for one in found.values()}) > 1:
         raise RuntimeError(f"the engines do not hold the same: {found}")
@@ -226,7 +225,7 @@ def set_up(pairs: Pairs, name: str, *, told: bool) -> None:
 
 
 def by_phase(label: str) -> tuple[int, bool, str]:
-    """Where a processor time stands: phases in their order, in each the sums first."""
+    """The place of a processor time: phases in their order, in each the sums first."""
     index, phase = next((index, one) for index, one in enumerate(PHASES) if label.startswith(one))
     return index, not label.startswith(f"{phase}:"), label
 
@@ -241,10 +240,10 @@ def measures(turn: Turn, floor: float) -> dict[str, float]:
 
 
 def watched(pairs: Pairs, which: str, runs: int) -> dict[str, float]:
-    """When a request of a connector reaches each stage; the last measure of its engines, which it makes slower."""
+    """When a request of a connector reaches each stage; the last measure of its engines, because it slows them down."""
     pairs[which].d.ask_both("bench_watch")
     asked = prompts(("watched", which), [301] * (runs + 1))
-    # The first one may still be the first of something.
+    # The first request may still do some things for the first time.
     return waterfall.medians([pairs.turn(which, [prompt]).stages for prompt in asked][1:])
 
 
@@ -257,7 +256,7 @@ def counted(d: Engine, which: str) -> tuple[float, float]:
 
 
 def cold(bench: Bench, name: str) -> None:
-    """The first request that two engines hand over."""
+    """The first hand-off between two engines."""
     load, token = Row("first load"), Row("its time to first token, less that of a warm one")
     columns = (OURS, MET, THEIRS, EVEN)
     starts = 1 if bench.quick else COLD_STARTS
@@ -273,7 +272,7 @@ def cold(bench: Bench, name: str) -> None:
 
 
 def kept(bench: Bench, name: str) -> None:
-    """What P takes while it keeps a request that nobody reads yet, and after it was read."""
+    """P's processor time while it holds an unread request, and after the read."""
     steps = Row("steps of its worker in a second", "")
     rows: dict[str, Row] = {}
     rounds = 1 if bench.quick else KEPT_ROUNDS
@@ -311,7 +310,7 @@ def stall(bench: Bench, name: str, how: str = "") -> None:
 
 
 def rested(bench: Bench, name: str) -> None:
-    """The same as :func:`stall` with engines that do not spin for long, as where each process has a core."""
+    """The same as :func:`stall` with engines that do not spin for long, as on machines with a core for each process."""
     stall(bench, name, f", processes that spin for {float(SHORT_SPIN['KVHMA_E2E_SPIN_SECONDS']) * 1e3:g} ms")
 
 
@@ -359,7 +358,7 @@ def large_pool(bench: Bench, name: str) -> None:
 
 
 class Part(NamedTuple):
-    """What is measured, with which models, and in what environment the engines start."""
+    """The measures, their models, and the environment in which the engines start."""
 
     measure: Callable[[Bench, str], None]
     models: tuple[str, ...]
@@ -413,26 +412,29 @@ Made by `benches/connectors.py` (`make bench-e2e`). The machine is shared and no
 HOW_TO_READ = """
 ### How to read this
 
-Columns are medians; behind one of vLLM's connector is the median of its ratios to kvhma in each round, with their quartiles in
-brackets: above 1 is better for kvhma, and a tie is where the quartiles have 1 between them. What was taken
-once has none. A difference that is not positive has no ratio.
+Columns are medians. A column of a vLLM connector also has the median of its ratios to kvhma in each round, with their
+quartiles in brackets. A ratio above 1 is better for kvhma; with 1 between the quartiles it is a tie. A measurement that
+was taken once has no quartiles. A difference that is not positive has no ratio.
 
-*NixlConnector* is vLLM's as it is. *Even terms* is the same class, whose progress thread sleeps as long as kvhma's and whose worker may
-use all cores. *Own hit* is an engine without a connector that has the prompt, cut to whole blocks and one token, in its prefix cache;
-*computes it* is the same engine computing it. Where no hit is possible, since a block is longer than the prompt or vLLM caches no
-prefixes of the model on CPUs, a prompt of one token stands for it, which is faster than a hit would be. The row of own hits has the same in D of each connector.
+*NixlConnector* is vLLM's as it is. *Even terms* is the same class, whose progress thread sleeps as long as kvhma's and
+whose worker may use all cores. *Own hit* is an engine without a connector whose prefix cache has the prompt, cut to
+whole blocks and one token. *Computes it* is the same engine computing it. No hit is possible where a block is longer
+than the prompt, or vLLM caches no prefixes of the model on CPUs. There a prompt of one token stands for it, which is
+faster than a hit would be. The row of own hits shows the same in D of each connector.
 
-A load lasts from the call of `start_load_kv` that orders it to the end of the call of `get_transfer_results` that reports it, in D's
-worker. A time of the connector in a step is the sum of vLLM's calls of it in D's worker; steps before the loads only decode the other
-answer. The gap between two tokens is that from step to step of
-D's worker. *P's answer* is its time to the one token that it gives.
+A load lasts from the call of `start_load_kv` that starts it to the end of the call of `get_transfer_results` that
+reports it, in D's worker. A time of the connector in a step is the sum of vLLM's calls of it in D's worker; steps
+before the loads only decode the other answer. The gap between two tokens is the time from step to step of D's worker.
+*P's answer* is its time to the one token that it generates.
 
-Processor time is that of each thread while P computes the prompt, and from the request at D to 30 ms after its second token. An
-engine's own threads spin while they wait, so theirs says how long they waited too; that within calls of the connector does not. With
-16 at a time it is a sixteenth of what all took. Groups of threads that take less than 0.05 ms with every connector have no row.
+Processor time is that of each thread while P computes the prompt, and from the request at D to 30 ms after its second
+token. An engine's own threads spin while they wait, so their time includes waiting; time within calls of the connector
+does not. With 16 at a time it is a sixteenth of the sum. Groups of threads that need less than 0.05 ms with every
+connector have no row.
 
-The first request is the first hand-over of two engines that have computed other prompts before. With `prefill_engines` (*kvhma, met*)
-D knows P's address when it starts, and has shaken hands before that request; NixlConnector has no such setting.
+The first request is the first hand-off of two engines that have computed other prompts before. With `prefill_engines`
+(*kvhma, met*) D knows P's address when it starts, and has done the handshake before that request; NixlConnector has no
+such setting.
 """
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ No clock is read and every random number is seeded, so the output is the same on
 from __future__ import annotations
 
 import contextlib
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ FEW = 20
 NEVER_CUT = 2**62
 """As `descriptor_bytes`: a last block is always moved whole."""
 ALWAYS = 2**62
-"""As `permute_bytes`: every block of P that can be is read as it lies."""
+"""As `permute_bytes`: every possible block of P is read in P's order."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Engine:
 
     Attributes:
         tp: tensor-parallel ranks.
-        options: what `layout` is told besides.
+        options: further options of `layout`.
     """
 
     tp: int = 1
@@ -176,7 +177,7 @@ class Row:
 
     @property
     def reason_of_permuted(self) -> Reason:
-        """Why there are more even if blocks of P are read as they lie, if there are."""
+        """Why there are more even if blocks of P are read in P's order, if there are."""
         if not self.has_more(self.permuted) or self._is_absent(self.permuted):
             return "absent" if self.has_more(self.permuted) else ""
         block = self.pairing.d.options.get("block_size", 1)
@@ -240,7 +241,7 @@ def kvhma_count(
 
 @cache
 def pool_blocks(one: Model, tokens: int) -> int:
-    """Return how many blocks to lay out: about twice what the request takes on the side with the shorter blocks."""
+    """Return the number of blocks for the layout: about twice the request's on the side with the shorter blocks."""
     shortest = min(hybrid_block_size(one, tp_size=tp) for tp in tp_sizes(one))
     return 2 * len(groups_of(one)) * (-(-tokens // shortest) + 1) + 32
 
@@ -269,18 +270,18 @@ def rows(pairing: Pairing, names: Sequence[str] | None = None, prompts: Sequence
 
 
 REASONS = {
-    "heads": "P's blocks are shorter and heads lie outside of tokens in a page, so in D's longer block the tokens of "
-    "each head have a place of their own: one copy for each head of each of P's blocks. vLLM reads a block of P as it is "
-    "and lets D's device move the tokens afterwards, in every block of the request; so does kvhma, in whole blocks, if "
-    "the setting `permute_bytes` says so (below). With tokens outside of heads, or where D's kernel addresses blocks of "
-    "P's size, no row is of this kind.",
-    "last": "Only whole blocks of D are read as they lie. In its last one, of 64 tokens, the tokens of each head that there "
-    "are have places of their own. Of the prompt's tokens up to that block no row has more.",
+    "heads": "P's blocks are shorter and heads are outside of tokens in a page. So in D's longer block the tokens of each "
+    "head are contiguous: kvhma copies each head of each of P's blocks separately. vLLM reads a block of P unchanged and "
+    "lets D's device move the tokens afterwards, in every block of the request. With the setting `permute_bytes` kvhma "
+    "does the same, in whole blocks (below). With tokens outside of heads, or where D's kernel addresses blocks of P's "
+    "size, no row is of this kind.",
+    "last": "Only whole blocks of D are read in P's order. In its last block, of 64 tokens, the existing tokens of each head "
+    "are contiguous. For the prompt's tokens up to that block no row has more.",
     "absent": "In a fresh pool the blocks of all groups follow each other, and vLLM sends all groups from all shared "
     "tensors. Where a group has no layer in a tensor, kvhma leaves its blocks out, and two runs remain where vLLM has "
-    "one: at most one more for each empty place. The bytes between are no layer's; they are whatever was there before.",
-    "strided": "Only as ids. The kernel blocks differ, and each piece of the longer one has a view of its own, whose entries "
-    "do not touch each other: NIXL merges none of them. `Plan.transfer` does.",
+    "one: at most one more for each empty place. The bytes between belong to no layer, and keep their old content.",
+    "strided": "Only as ids. The kernel blocks differ, and each piece of the longer one has a separate view. Entries of these "
+    "views are not adjacent, so NIXL merges none of them. `Plan.transfer` does.",
 }
 
 
@@ -288,23 +289,29 @@ def mib(count: Count) -> str:
     return f"{count.bytes / 2**20:,.1f}"
 
 
+def write(text: str) -> None:
+    """Print paragraphs in lines of at most 120 characters, and an empty line."""
+    for paragraph in text.split("\n\n"):
+        print(textwrap.fill(paragraph, 120, break_long_words=False, break_on_hyphens=False) + "\n")
+
+
 def report(found: Sequence[Row]) -> None:
     print("# Descriptors and bytes of one request, kvhma against vLLM 0.32\n")
-    print(
+    write(
         "Made by `make counts`. No times: the same on every machine. Descriptors are what is left after NIXL's own "
         "merging, bytes are what moves; both are summed over all ranks of D and their sources. vLLM's selection is "
         "`kvhma.cli.compare.selection.select_vllm`; `make bench-vllm` compares it with vLLM's own functions.\n\n"
         "*fresh*: block ids ascend, group after group, on both sides. *used*: seeded stretches of 1 to 8 blocks, up "
         "and down, with jumps. Kernel blocks are FlashInfer's choice, pages have heads outside of tokens (LBHNC), "
         "unless the heading says otherwise. *refused*: by vLLM's handshake, or by an assertion while it reads. Where "
-        "vLLM wants prefix caching off for a pair, it is off.\n"
+        "vLLM requires prefix caching to be off for a pair, it is off."
     )
     print("## In short: `Plan.transfer`\n")
     in_short(found, "kvhma")
     print("No row has more bytes.\n" if not any(more_bytes(one) for one in found) else "Some rows have more bytes.\n")
     reasons([one for one in found if one.reason], "reason")
-    print("## In short: `Plan.transfer`, and whole blocks of P as they lie\n")
-    print("`kvhma.permute`: what was read is permuted in D's memory. Bytes are those of `Plan.transfer`.\n")
+    print("## In short: `Plan.transfer`, and whole blocks of P in its order\n")
+    print("`kvhma.permute`: D permutes what it read in its memory. Bytes are those of `Plan.transfer`.\n")
     in_short(found, "permuted")
     reasons([one for one in found if one.reason_of_permuted], "reason_of_permuted")
     print("## In short: `Plan.ids`\n")
@@ -313,9 +320,9 @@ def report(found: Sequence[Row]) -> None:
     print("More descriptors for the reasons above, and besides:\n")
     reasons([one for one in found if one.reason_of_ids not in shown], "reason_of_ids")
     print("## `descriptor_bytes`\n")
-    print(
+    write(
         "When `Plan.transfer` may cut a last block to save bytes. Rows with more descriptors than vLLM, and descriptors "
-        "and MiB of all rows together:\n"
+        "and MiB of all rows together:"
     )
     print("| | rows with more | descriptors | MiB |\n|---|---|---|---|")
     for name, of in (("0: always cut", "exact"), ("128 KiB, the default", "kvhma"), ("never cut", "whole")):
@@ -359,7 +366,7 @@ def reasons(found: Sequence[Row], of: str) -> None:
     """Print why rows have more descriptors; the rows themselves where there are few."""
     for reason in dict.fromkeys(getattr(one, of) for one in found):
         mine = [one for one in found if getattr(one, of) == reason]
-        print(f"More descriptors, **{reason}** ({len(mine)} rows). {REASONS.get(reason, 'Not known.')}\n")
+        write(f"More descriptors, **{reason}** ({len(mine)} rows). {REASONS.get(reason, 'Not known.')}")
         if len(mine) > FEW:
             continue
         for one in mine:
@@ -378,7 +385,7 @@ def line(fresh: Row, used: Row) -> str:
     for one in (fresh, used):
         cells.append("refused" if one.vllm is None else f"{one.vllm.descriptors:,}")
         cells.append(f"{one.kvhma.descriptors:,}" + (" **more**" if one.has_more() else ""))
-    # How much moves does not depend on where blocks are.
+    # The number of bytes does not depend on where blocks are.
     assert fresh.kvhma.bytes == used.kvhma.bytes
     cells += ["refused" if fresh.vllm is None else mib(fresh.vllm), mib(fresh.kvhma)]
     return f"| {' | '.join(cells)} |"

@@ -2,7 +2,7 @@
 """Count instructions of a transfer over pairs whose kernel blocks cut each other in one way to thousands.
 
 Callgrind counts them in two runs of a process each, which differ in how often the request is planned: so neither the
-interpreter's start nor the plan counts. The numbers do not depend on how busy the machine is.
+interpreter's start nor the plan counts. The numbers do not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Count:
     """What a request costs.
 
     Attributes:
-        descriptors: what comes out.
+        descriptors: descriptors of the transfer.
         cuts: ways to cut a kernel block that the request uses.
         instructions: of one `Plan.transfer`.
     """
@@ -53,7 +53,7 @@ def side(block: int, base: int, tokens: int) -> Geometry:
 
 
 def span(block: int, tokens: int) -> list[Span]:
-    """Blocks of which no two are neighbours in the order of the request."""
+    """Blocks in an order in which no two are neighbours."""
     count = -(-tokens // block)
     return [Span(0, [*range(1, count + 1, 2), *range(2, count + 1, 2)])]
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a digest costs: microseconds for a MiB of blocks, beside a copy of the same bytes and their XXH3.
+"""The cost of a digest: microseconds for a MiB of blocks, beside a copy of the same bytes and their XXH3.
 
-One thread. The three take turns over the same blocks; of each turn the ratio counts. Prints Markdown: what
-benches/RESULTS_DIGESTS.md holds. XXH3 is measured if the package xxhash is there.
+One thread. The three alternate over the same blocks; the ratio within a round counts. Prints Markdown, which is
+benches/RESULTS_DIGESTS.md. XXH3 is measured if the package xxhash is installed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def attention(order: str) -> Part:
 
 
 def ways() -> list[Way]:
-    """Return what is summed: name, what of the layout, group, part."""
+    """Return the sums: name, part of the layout, group, part."""
     full, state = Group("full", TOKENS), Group("ssm", 1)
     conv = (Axis("rows", 3, 2), Axis("channels", 8192, 6))
     ssm = (Axis("heads", 64, 128 * 64 * 4), Axis("dim", 64, 128 * 4), Axis("state", 128, 4))
@@ -59,7 +59,7 @@ def ways() -> list[Way]:
 
 
 def request(group: Group, part: Part) -> tuple[Geometry, list[np.ndarray], list[Span], int]:
-    """Return a geometry whose blocks take so many MiB, its memory, and a request of scattered blocks."""
+    """Return a geometry whose blocks have this many MiB, its memory, and a request of scattered blocks."""
     blocks = max(2, (MIB << 20) // part.nbytes)
     is_state = group.kind == "ssm"
     layers = blocks if is_state else 1

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What digests cost in real engines: the first token of a hand-off without, with one load of a hundred, and with all.
+"""The cost of digests in real engines: the first token of a hand-off without, with one load of a hundred, and with all.
 
-Each way has engines of its own; in a round each takes its turn with the same prompt. Prints Markdown, which is the end
+Each way has separate engines; in a round each takes its turn with the same prompt. Prints Markdown, which is the end
 of benches/RESULTS_DIGESTS.md. Needs the engines of `make e2e`, and `tests` on the path.
 
     python benches/digests_in_engines.py [--rounds 15] [--models llama ...]

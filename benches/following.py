@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that D reads while P computes them, between two hosts with a cable of limited rate, beside what is done one
-after the other, by kvhma and by vLLM's own connector. P computes for real.
+"""Prompts that D reads while P computes them, between two hosts with a cable of limited rate.
 
-Hosts are network namespaces of this machine (needs `ip` and `tc`, and the right to make them). Prints Markdown, which is
-what benches/RESULTS_FOLLOWING.md holds. Needs the engines of `make e2e`, and `tests` on the path.
+They are compared with computing first and reading afterwards, by kvhma and by vLLM's own connector. P really computes.
+
+Hosts are network namespaces of this machine (needs `ip` and `tc`, and the right to make them). Prints Markdown, which
+is benches/RESULTS_FOLLOWING.md. Needs the engines of `make e2e`, and `tests` on the path.
 
     python benches/following.py [--models llama ...] [--rates 1gbit ...] [--rounds 3] [--pictures docs/assets]
 """
@@ -64,7 +65,7 @@ class Host:
         return {
             "KVHMA_E2E_NETNS": self.namespace,
             "VLLM_NIXL_SIDE_CHANNEL_HOST": self.address,
-            # On one machine UCX would find other ways than the cable.
+            # On one machine UCX would find other paths than the cable.
             "UCX_TLS": "tcp,self",
             "UCX_NET_DEVICES": self.device,
             "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
@@ -116,7 +117,7 @@ class Turn:
         all_bytes: of all of its reads.
         descriptors: that were planned.
         reading: seconds of its last read.
-        own_hit: seconds to the first token of the same prompt once D has it; 0 where it keeps no prefixes.
+        own_hit: seconds to the first token of the same prompt once D has it; 0 where D caches no prefixes.
     """
 
     first_token: float
@@ -132,14 +133,14 @@ class Pair:
     """P and D with one connector."""
 
     def __init__(self, p: Engine, d: Engine, how: str) -> None:
-        """Hand one prompt over, which connects them."""
+        """Hand off one prompt, which connects them."""
         self.p, self.d, self.how = p, d, how
         self.address: dict[str, Any] = {}
         for prompt in prompts(("first", how), [301, 601]):
-            # P and D that push know by its name that they were asked the same.
+            # P and D that push know by its name that both requests are the same.
             name = secrets.token_hex(16)
             told = self.compute(prompt, name).result(300).kv_transfer_params or {}
-            # Theirs want to be told who P is before it has answered.
+            # D of vLLM's connector needs P's address before P has answered.
             wanted = ("remote_host", "remote_port", *(("remote_engine_id", "tp_size") if how == PUSHED else ()))
             self.address = {name: told.get(name) for name in wanted}
             sound(self.read(prompt, told, name).result(300))
@@ -165,12 +166,12 @@ class Pair:
         )
 
     def turn(self, prompt: Sequence[int], *, again: bool) -> Turn:
-        """Hand a prompt over, and ask D `again`, which has it then."""
+        """Hand off a prompt, and ask D `again`, which has it then."""
         before = self.counted()
         if self.how in (FOLLOWED, AT_ONCE, PUSHED):
             name = secrets.token_hex(16)
             ticket = {} if self.how == PUSHED else {"kvhma_ticket": name}
-            # Without a name of P's request their D's engine ends with a KeyError.
+            # Without a name of P's request, D with their connector ends with a KeyError.
             known = {"remote_request_id": name} if self.how == PUSHED else {}
             at_p = self.compute(prompt, name, **ticket)
             at_d = self.read(prompt, {"do_remote_prefill": True, **ticket, **known, **self.address}, name)
@@ -198,7 +199,7 @@ def measure(zygote: Zygote, folder: Path, hosts: tuple[Host, Host], name: str, o
     rates, rounds, pictures = options.rates, options.rounds, options.pictures
     (model,) = make_models(zygote, folder / "models", name)
     same = {"max_num_batched_tokens": CHUNK, "kv_cache_memory_bytes": 2 << 30, "max_model_len": 4096, **WIDE}
-    cached = name not in ("nemotron_h",)  # vLLM's CPU engines that keep Mamba2's states have no prefix cache for them
+    cached = name not in ("nemotron_h",)  # vLLM's CPU engines with Mamba2's states have no prefix cache for them
     keeps = name in ("llama", "gemma3")  # with states, hits are of whole checkpoints
     p, d = hosts
     theirs = {"kv_connector": THEIRS, "kv_role": "kv_both"}
@@ -258,7 +259,7 @@ def row(pairs: dict[str, Pair], what: str, rate: str, rounds: int, *, keeps: boo
         for how, turns in found.items()
     }
     ours, whole = medians[FOLLOWED], medians[AFTER]
-    # What is left to read when P ends: the last piece, or what could not be carried before; at the cable's rate, and at
+    # What is left to read when P ends: the last piece, or what could not be carried before. At the cable's rate, and at
     # the speed of kvhma's one read of all of it, since two cores do not fill every cable.
     computing, measured = ours.first_token - ours.after, whole.last_bytes / (whole.reading or math.inf)
     wire, read = (
@@ -283,12 +284,16 @@ def row(pairs: dict[str, Pair], what: str, rate: str, rounds: int, *, keeps: boo
 HEAD = """\
 # Results of reading while P computes
 
-Made by `benches/following.py` (`make bench-following`): prompts of {tokens:,} tokens that P computes {chunk} at a time, medians of {rounds} rounds,
-{machine}. P and D are network namespaces with a cable of limited rate. Engines of a tiny model with caches of 32 MiB a layer share {cores} cores: P computes while D
-copies, so what is gained here is less than on machines of their own. "Formula" is the time for what is left to read when P ends: the last piece, or all that the cable
-could not carry while P computed, at the cable's rate; "{read}" is the same at the speed of kvhma's own read of all of it, alone: two cores do not fill every cable.
-"{own}" is the first token of the same prompt when D has it: its front end, scheduler and step. What dispatches after P's end has all of that behind the formula, what asks both
-at once its step and what belongs to it.
+Made by `benches/following.py` (`make bench-following`): prompts of {tokens:,} tokens that P computes {chunk} at a time,
+medians of {rounds} rounds, {machine}. P and D are network namespaces with a cable of limited rate. Engines of a tiny
+model with caches of 32 MiB a layer share {cores} cores. P computes while D copies, so separate machines gain more than
+this.
+
+"Formula" is the time for what is left to read when P ends, at the cable's rate. This is the last piece, or all that the
+cable could not carry while P computed. "{read}" is the same at the speed of kvhma's own read of all of it, alone: two
+cores do not fill every cable. "{own}" is the first token of the same prompt when D has it: its front end, scheduler and
+step. A request that is sent to D after P's end adds all of that to the formula; requests sent to both at once add only
+D's step.
 """
 
 

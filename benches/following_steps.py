@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What following costs the scheduler's threads in each step: P's while it computes, D's while it reads in pieces.
+"""The cost of following for the scheduler's threads in each step: P's while it computes, D's while it reads in pieces.
 
 The engines of benches/scheduler_time.py: vLLM's real Scheduler and block pool, no model and no worker. P computes a
-chunk at a time; D follows over the side channel, and its pieces are read as soon as they are ordered. Prints Markdown:
-a part of benches/RESULTS_SCHEDULER.md.
+chunk at a time; D follows over the side channel, and its pieces count as read as soon as they are requested. Prints
+Markdown, which is a part of benches/RESULTS_SCHEDULER.md.
 """
 
 from __future__ import annotations
@@ -125,8 +125,11 @@ def main() -> None:
 HEAD = """
 ## Following, by step
 
-Made by `benches/following_steps.py`. Processor time of the scheduler's thread in `build_connector_meta` and `update_connector_output`, µs in a step: medians of all steps of P that compute {chunk:,} tokens, and of D's meanwhile,
-and of the last tenth of them, where prompts are longest. 0 followers: the same requests without tickets. D's steps order a piece each, since a piece is read as soon as it is ordered.
+Made by `benches/following_steps.py`. Processor time of the scheduler's thread in `build_connector_meta` and
+`update_connector_output`, in µs for a step. *P* and *D* are the medians of all steps of P that compute {chunk:,}
+tokens, and of D's steps meanwhile. *At the end* are the medians of the last tenth of them, where prompts are longest. 0
+followers: the same requests without tickets. Each of D's steps requests a piece, since the benchmark counts a piece as
+read at once.
 
 | caches | tokens | followers | P | at the end | D | at the end |
 |---|---|---|---|---|---|---|"""

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many decode engines against one prefill engine's listener, beside vLLM's own, and what it costs the scheduler's thread.
+"""Many decode engines against one prefill engine's listener, beside vLLM's own, and its cost for the scheduler's
+thread.
 
-A process has the listener, and a thread that computes in Python as a scheduler does. This process has the decode engines:
-plain connections that all three listeners see in the same way, so that what asking costs is the same. Prints Markdown:
-what benches/RESULTS_LISTENER.md holds. Needs vLLM.
+One process has the listener, and a thread that computes in Python as a scheduler does. This process has the decode
+engines: plain connections that all three listeners see in the same way, so that asking costs the same. Prints Markdown,
+which is benches/RESULTS_LISTENER.md. Needs vLLM.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.server import Listener, LocalEngine
 
 ENGINES = (256, 1024)
-HELLO = bytes(20_000)
-"""What a worker says of itself, for both; mostly NIXL's metadata."""
+IDENTITY = bytes(20_000)
+"""A worker's identity, for both; mostly NIXL's metadata."""
 
 CLAIMS = 8
 SECONDS = 3.0
 TURNS = 3
 PACE = 2.0
-"""Questions of an engine in a second where they are paced: a renewal every half second, as often as there can be."""
+"""Questions of an engine in a second where they are paced: a renewal every half second, the highest rate possible."""
 
 SECRET = b"a secret of a benchmark, of no use"
 CLIENT_SECRETS = Secrets([SECRET])
@@ -55,7 +56,7 @@ ASK_HELLO = frame(AskHello(0, 0, bytes(16)))
 
 
 class AnyLease:
-    """Holds everything."""
+    """Answers that it holds everything."""
 
     def renew(self, claims: list) -> list[LeaseState]:
         return [LeaseState.HELD] * len(claims)
@@ -65,7 +66,7 @@ class AnyLease:
 
 
 class Uncounted:
-    """Takes what is counted."""
+    """Ignores all counts."""
 
     def count(self, name: str, number: float = 1, *, label: str | None = None) -> None:
         pass
@@ -77,7 +78,7 @@ class Uncounted:
 def start_kvhma(port: int, secret: bool) -> None:
     Listener(
         Address("127.0.0.1", port),
-        LocalEngine("p", 1, {(0, 0): (HELLO, bytes(32))}),
+        LocalEngine("p", 1, {(0, 0): (IDENTITY, bytes(32))}),
         leases=AnyLease(),
         secrets=Secrets([SECRET] if secret else []),
         counters=Uncounted(),
@@ -89,13 +90,13 @@ def start_vllm(port: int) -> None:
         from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler
 
     ready = threading.Event()
-    arguments = ({(0, 0): HELLO}, ready, threading.Event(), "127.0.0.1", port)
+    arguments = ({(0, 0): IDENTITY}, ready, threading.Event(), "127.0.0.1", port)
     threading.Thread(target=NixlBaseConnectorScheduler._nixl_handshake_listener, args=arguments, daemon=True).start()
     ready.wait()
 
 
 def start_old(port: int) -> None:
-    """Protocol 2 as it was: a ROUTER, polled, and an answer to each message."""
+    """Protocol 2, formerly: a ROUTER, polled, and an answer to each message."""
 
     def run() -> None:
         with zmq.Context.instance().socket(zmq.ROUTER) as router:
@@ -160,7 +161,7 @@ ASK_VLLM = zmtp(b"", more=True) + zmtp(msgspec.msgpack.encode((b"get_meta_msg", 
 
 @dataclass(frozen=True)
 class Kind:
-    """A listener and how it is asked."""
+    """A listener and its questions."""
 
     name: str
     start: Callable[[int], None]
@@ -169,9 +170,9 @@ class Kind:
 
 
 KINDS = (
-    Kind("vLLM", start_vllm, {"hello": ASK_VLLM}),
-    Kind("kvhma", functools.partial(start_kvhma, secret=False), {"hello": ASK_HELLO, "renewal": RENEW}),
-    Kind("kvhma, secret", functools.partial(start_kvhma, secret=True), {"hello": ASK_HELLO, "renewal": RENEW}, True),
+    Kind("vLLM", start_vllm, {"identity": ASK_VLLM}),
+    Kind("kvhma", functools.partial(start_kvhma, secret=False), {"identity": ASK_HELLO, "renewal": RENEW}),
+    Kind("kvhma, secret", functools.partial(start_kvhma, secret=True), {"identity": ASK_HELLO, "renewal": RENEW}, True),
 )
 
 
@@ -212,7 +213,7 @@ def answer_bytes(one: socket.socket, question: bytes) -> int:
 
 
 class Engines:
-    """Decode engines that are connected, and ask one question at a time each."""
+    """Decode engines that are connected, each with one question at a time."""
 
     def __init__(self, kind: Kind, port: int, count: int) -> None:
         self.sockets = {one.fileno(): one for one in (connect(kind, port) for _ in range(count))}
@@ -229,7 +230,7 @@ class Engines:
             one.close()
 
     def ask(self, seconds: float, question: bytes, length: int, pace: float | None) -> list[float]:
-        """Ask for a while, at once again after each answer or `pace` times a second; return how long each took."""
+        """Ask for a while, again after each answer or `pace` times a second; return how long each took."""
         took: list[float] = []
         began = now = time.monotonic()
         count = len(self.sockets)
@@ -242,7 +243,7 @@ class Engines:
                 at, fd = due[position]
                 position += 1
                 if fd in self._left:
-                    due.append((at + every, fd))  # too slow: this one is left out
+                    due.append((at + every, fd))  # too slow: this question is left out
                     continue
                 self.sockets[fd].send(question)
                 self._left[fd], self._asked[fd] = length, now
@@ -259,7 +260,7 @@ class Engines:
 
 
 def take(one: socket.socket, length: int) -> int:
-    """Take what is here of an answer; return what is left of it."""
+    """Consume the received part of an answer; return the number of bytes that are missing."""
     try:
         while length > 0:
             length -= len(one.recv(length) or never())
@@ -268,7 +269,7 @@ def take(one: socket.socket, length: int) -> int:
     return length
 
 
-# --- what is measured ------------------------------------------------------------------------------------------
+# --- measurements -------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -291,7 +292,7 @@ def told(pipe: Connection, order: object) -> float:
 
 
 def measure(kind: Kind, question: bytes, count: int) -> Row:
-    """One turn with one listener of its own."""
+    """One turn with one separate listener."""
     with process(kind.start) as (port, pipe):
         with connect(kind, port) as one:
             length = answer_bytes(one, question)
@@ -331,7 +332,7 @@ def table(count: int) -> None:
         for kind, name, question in asked:
             rows[kind.name, name].append(measure(kind, question, count))
     found = {key: median(some) for key, some in rows.items()}
-    base = found["vLLM", "hello"]
+    base = found["vLLM", "identity"]
     print(f"\n## {count} decode engines\n")
     print(
         "| listener | question | questions/s | of vLLM's | p50 ms | p99 ms | CPU µs | of vLLM's | connect ms "
@@ -393,11 +394,14 @@ def version_of_vllm() -> str:
 
 
 NOTES = f"""
-All engines ask over connections that they keep, one question at a time each. `questions/s`, `p50` and `p99`: each asks again as soon
-as it was answered; `CPU` is the listener's process for one question. `connect`: one after the other, with the handshake. `paced`: each
-asks {PACE:.0f} times a second, while a thread of the listener's process computes in Python as a scheduler does, and `scheduler loses` is by
-how much that thread gets slower. A hello has {len(HELLO):,} bytes at all of them, and is signed by kvhma's; a renewal has {CLAIMS} claims; vLLM's listener
-knows no renewals. Medians of {TURNS} turns of {SECONDS:.0f} s."""
+All engines ask over connections that they keep, one question at a time each. In `questions/s`, `p50` and `p99` each
+asks again as soon as it was answered; `CPU` is the processor time of the listener's process for one question.
+`connect`: one after the other, with the handshake.
+
+In `paced` each asks {PACE:.0f} times a second, while a thread of the listener's process computes in Python as a
+scheduler does. `scheduler loses` is by how much that thread gets slower. A worker identity has {len(IDENTITY):,} bytes
+at all of them, and kvhma signs it. A renewal has {CLAIMS} claims; vLLM's listener has no renewals. Medians of {TURNS}
+turns of {SECONDS:.0f} s."""
 
 if __name__ == "__main__":
     main()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure both sides in one run and print ratios as Markdown: what benches/RESULTS.md holds.
+"""Measure both sides in one run and print ratios as Markdown, which is benches/RESULTS.md.
 
-Times are the best of several repeats, because these are noisy machines; only ratios and counts mean something.
+Times are the best of several repeats, because these are noisy machines; only ratios and counts are meaningful.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import mmap
 import platform
 import random
 import sys
+import textwrap
 import time
 from array import array
 from collections.abc import Callable, Iterable
@@ -52,7 +53,7 @@ def best(call: Callable[[], Any], seconds: float = 0.25) -> float:
 
 
 def in_turns(*calls: Callable[[], Any], rounds: int = 200) -> list[float]:
-    """Return the fastest single call of each, in microseconds; they take turns, so that all meet the same noise."""
+    """Return the fastest single call of each, in microseconds; they alternate, so that noise affects all of them."""
     fastest = [float("inf")] * len(calls)
     for _ in range(rounds):
         for index, call in enumerate(calls):
@@ -67,7 +68,9 @@ def table(title: str, head: Iterable[str], rows: Iterable[Iterable[Any]], note: 
     print(f"## {title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for row in rows:
         print(f"| {' | '.join(str(cell) for cell in row)} |")
-    print(f"\n{note}\n" if note else "")
+    print()
+    if note:
+        print(textwrap.fill(note, 120, break_long_words=False, break_on_hyphens=False) + "\n")
 
 
 def attention(regions: int, blocks: int, base: int, groups: int = 1, heads: int = 8, window: int = 1024) -> Geometry:
@@ -131,7 +134,7 @@ def gemma_lists(blocks: int, seed: int) -> tuple[list[list[int]], list[Span]]:
 
 
 def ids() -> None:
-    # One token less than 8,192 attends to the block before: all 65 blocks are live.
+    # One token less than 8,192 attends to the previous block: all 65 blocks are live.
     blocks, tokens, window = 3000, 8192, 1040
     plan = plan_of(10, blocks, groups=7, window=window)
     (mine, local), (theirs, remote) = gemma_lists(blocks, 1), gemma_lists(blocks, 2)
@@ -403,8 +406,8 @@ def digests() -> None:
         "The digest of a prompt's tokens",
         ("tokens", "kvhma", "before: copies, BLAKE2b", "of before", "floor: Python adds them up"),
         rows,
-        "The aim was 10 % of what it was before; this falls short of it. Each id is an object of its own, and reading them "
-        "once takes more than that. `spread` are ids of which the heap has eight times as many.",
+        "The aim, 10 % of the former time, is missed: each id is a separate object, and reading all of them once takes "
+        "longer than that. For `spread` the heap has eight times as many ids.",
     )
 
 

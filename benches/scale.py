@@ -2,7 +2,7 @@
 """128 prefill engines and 1,024 decode ranks on one machine: real listeners, leases, renewers and plans; no bytes move.
 
 Prefill engines are in some processes, decode engines of eight ranks in others, as `support.cluster` makes them. Prints
-Markdown: what benches/RESULTS_SCALE.md holds. Needs neither vLLM nor NIXL.
+Markdown, which is benches/RESULTS_SCALE.md. Needs neither vLLM nor NIXL.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from support.cluster import MODEL, TOKENS, DecodeHost, PrefillHost, Took
 from support.listening import until
 
 DRIVERS = 4
-"""Threads of a decode process that hand requests over."""
+"""Threads of a decode process that hand off requests."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What is simulated.
+    """The size of a simulation.
 
     Attributes:
         prefill: prefill engines.
@@ -40,7 +40,7 @@ class Scale:
         met: prefill engines that each decode engine reads from.
         requests: of each decode engine.
         processes: with prefill engines, and as many with decode engines.
-        rate: hand-offs a second; None for as many as there can be.
+        rate: hand-offs a second; None for the highest possible rate.
         settings: of the decode engines.
     """
 
@@ -57,7 +57,7 @@ class Scale:
 
 
 def resident() -> int:
-    """Bytes of memory of this process that are its own."""
+    """Bytes of memory of this process that it does not share."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
@@ -124,7 +124,7 @@ def ask(pipes: list[Connection], orders: list[Any]) -> list[Any]:
 
 @dataclass
 class Found:
-    """What a simulation has shown. Memory is that beyond an empty process, threads are all."""
+    """The results of a simulation. Memory is that beyond an empty process, threads are all."""
 
     took: Took
     seconds: float
@@ -141,7 +141,7 @@ class Found:
 
 
 def simulate(scale: Scale) -> Found:
-    """Hand requests over, from `met` prefill engines to each decode engine in turns."""
+    """Hand off requests, from `met` prefill engines to each decode engine in turns."""
     with processes(prefill_process, scale) as prefill, processes(decode_process, scale) as decode:
         each = -(-scale.decode * scale.requests // scale.prefill)
         finished = list(itertools.chain(*ask(prefill, [each] * scale.processes)))
@@ -159,7 +159,7 @@ def simulate(scale: Scale) -> Found:
         def held() -> int:
             return sum(state[3] for state in ask(prefill, ["state"] * scale.processes))
 
-        with contextlib.suppress(AssertionError):  # what is left is a column
+        with contextlib.suppress(AssertionError):  # the table has a column for leases that are left
             until(lambda: held() == 0, seconds=60)
         states = ask(prefill, ["state"] * scale.processes), ask(decode, ["state"] * scale.processes)
         return Found(total, max(seconds for _, seconds in results), *states)
@@ -192,7 +192,7 @@ def row(title: str, scale: Scale, found: Found) -> str:
 
 
 def costs(scale: Scale, found: Found) -> str:
-    """What one engine costs its process."""
+    """The cost of one engine in its process."""
     p, d = found.prefill_states, found.decode_states
     known = sum(state[3] for state in d)
     kib = 1 / 1024
@@ -255,15 +255,21 @@ def main() -> None:
 HEAD = """\
 # Results of many engines
 
-Made by `benches/scale.py` (`make bench-scale`). All engines share one machine, which is noisy: counts and what grows with what mean something, times little.
+Made by `benches/scale.py` (`make bench-scale`). All engines share one machine, which is noisy: counts
+and how they grow are meaningful, times hardly.
 
 {machine}"""
 
 NOTES = """
-Listeners, leases, renewers, handshakes, plans and questions are the connector's; what NIXL does is left out, and so are the bytes. {model}, {tokens:,} tokens, prefill engines of {scale.prefill_ranks} ranks, decode engines of
-{scale.decode_ranks}, which read from {scale.met} prefill engines each, in turns; {drivers} threads hand requests over, in {scale.processes} processes beside {scale.processes} with the prefill engines. Times are p50 / p99 of one rank: *plan* from the
-order to what moves, *question* whether P held the blocks with its answer, *control path* both. A quarter of the requests is claimed and renewed meanwhile, all are released by the scheduler. *Leases left*: requests that P still keeps a moment after the
-last hand-off. In the last row each rank has room for half of the engines that it meets."""
+Listeners, leases, renewers, handshakes, plans and questions are the connector's; NIXL's work is left out, and so are
+the bytes. {model}, {tokens:,} tokens. Prefill engines have {scale.prefill_ranks} ranks. Decode engines have
+{scale.decode_ranks}, and read from {scale.met} prefill engines each, in turns. {drivers} threads hand off requests, in
+{scale.processes} processes beside {scale.processes} with the prefill engines.
+
+Times are p50 / p99 of one rank. *Plan* is from the order to the plan of the transfer, *question* is asking P whether it
+held the blocks and its answer, *control path* is both. A quarter of the requests is claimed and renewed meanwhile; the
+scheduler releases all of them. *Leases left*: requests that P still holds a moment after the last hand-off. In the last
+row each rank has room for half of the engines that it meets."""
 
 if __name__ == "__main__":
     main()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a connector costs the scheduler's thread for one request, on P and on D, beside vLLM's own connector.
+"""The cost of a connector for the scheduler's thread for one request, on P and on D, beside vLLM's own connector.
 
-vLLM's real Scheduler and block pool with each connector, a prefill and a decode engine in this process, no model and no
-worker: what a worker would report is reported at once. Every call that vLLM makes of a connector is timed. Both take
-turns with the same prompts. Prints Markdown: what benches/RESULTS_SCHEDULER.md holds. Needs vLLM and NIXL.
+vLLM's real Scheduler and block pool run with each connector, a prefill and a decode engine in this process. There is no
+model and no worker: a worker's reports come at once. Every call that vLLM makes of a connector is timed. Both alternate
+with the same prompts. Prints Markdown, which is benches/RESULTS_SCHEDULER.md. Needs vLLM and NIXL.
 """
 
 from __future__ import annotations
@@ -65,23 +65,23 @@ DECODED = 8
 """Tokens that D generates."""
 
 MODEL_SECONDS = 2e-3
-"""Between two schedules, where a model computes: other threads run, and what this one has used leaves the caches."""
+"""Between two schedules, where a model computes: other threads run, and the caches of the processor get cold."""
 
 GROUPS: dict[str, tuple[str, ...]] = {"full attention": ("full",), "full and sliding": ("full", "sliding")}
 READ_PARAMS = PrefillParams.from_params
-"""As it is before it is timed."""
+"""The original function, before it is timed."""
 
 PARTS: dict[str, tuple[Any, Sequence[str]]] = {
     "P: which blocks, and whether its windows are all there": (PrefillScheduler, ["_spans_to_hand_over"]),
-    "P and D: digest of the prompt, or its hand-over to the thread": (PromptDigests, ["begin", "take"]),
+    "P and D: digest of the prompt, or queuing it for the thread": (PromptDigests, ["begin", "take"]),
     "P: parameters written and signed": (PrefillParams, ["to_params"]),
-    "P: its blocks kept, and freed": (prefill, ["keep_blocks", "free_blocks"]),
+    "P: its blocks held, and freed": (prefill, ["keep_blocks", "free_blocks"]),
     "P: lease, and its blocks counted": (LeaseTable, ["add"]),
     "P: leases that have ended": (LeaseTable, ["drain_ended"]),
     "D: parameters read, bounded and verified": (PrefillParams, ["from_params"]),
     "D: the order for its workers": (DecodeScheduler, ["_make_load"]),
 }
-"""What of kvhma's time each promise takes: the functions that keep it."""
+"""kvhma's time for each promise: the functions that keep it."""
 
 CONNECTORS: dict[str, dict[str, Any]] = {
     "kvhma": {"kv_connector": "KvhmaConnector", "kv_connector_module_path": "kvhma.vllm"},
@@ -191,12 +191,12 @@ def geometry_of(kinds: Sequence[str], blocks: int) -> kvhma.Geometry:
 
 
 class Engine:
-    """A scheduler with a connector, and what a worker would say to it."""
+    """A scheduler with a connector, and the reports of a worker."""
 
     def __init__(
         self, connector: str, role: str, kinds: Sequence[str], port: int, *, chunk: int | None = None, prompts: int = 2
     ) -> None:
-        """Make one with room for so many `prompts` of the greatest length, computed a `chunk` at a time."""
+        """Make one with room for this many `prompts` of the greatest length, computed a `chunk` at a time."""
         config = config_of(connector, role, port, chunk)
         blocks = prompts * len(kinds) * (LENGTHS[-1] // BLOCK + 100)
         config.cache_config.num_gpu_blocks = blocks
@@ -221,11 +221,11 @@ class Engine:
         sampling = SamplingParams(
             max_tokens=max_tokens, ignore_eos=True, temperature=0.0, extra_args={"kv_transfer_params": params}
         )
-        # Nobody else has its list of tokens, as in an engine that was sent it.
+        # No other object has its list of tokens, as in an engine that received it.
         self.scheduler.add_request(Request(name, list(prompt), sampling, None, block_hasher=self._hasher))
 
     def step(self, *, sent: Sequence[str] = (), received: Sequence[str] = ()) -> dict[str, Any]:
-        """Schedule, sample a token for whoever has its prompt, report; return the answers that ended."""
+        """Schedule, sample a token for each request with a computed prompt, report; return the answers that ended."""
         time.sleep(MODEL_SECONDS)
         output = self.scheduler.schedule()
         names = list(output.num_scheduled_tokens)
@@ -274,7 +274,7 @@ def hand_off(p: Engine, d: Engine, name: str, prompt: list[int]) -> None:
 
 
 def release(p: Engine, name: str, params: dict[str, Any], length: int) -> list[str]:
-    """Tell P that a request was read; return what its worker reports as sent: kvhma keeps and frees blocks itself."""
+    """Notify P of a read; return what its worker reports as sent: kvhma holds and frees blocks itself."""
     own = getattr(p.scheduler.connector, "_scheduler", None)
     if own is None:
         return [name]
@@ -284,7 +284,7 @@ def release(p: Engine, name: str, params: dict[str, Any], length: int) -> list[s
     return []
 
 
-# --- what is measured ----------------------------------------------------------------------------------------------
+# --- measurements ---------------------------------------------------------------------------------------------------
 
 
 def measure(
@@ -352,7 +352,7 @@ def calls(found: dict[str, list[dict[str, float]]]) -> str:
 
 
 def parts(lengths: Sequence[int], rounds: int) -> str:
-    """A table of the time that each promise takes, by caches and tokens: means, measured apart from the rest."""
+    """A table of the time for each promise, by caches and tokens: means, measured separately."""
     clock, columns = parts_clock(), {}
     for title, kinds in GROUPS.items():
         for length in lengths:
@@ -400,10 +400,15 @@ Made by `benches/scheduler_time.py` (`make bench-scheduler`). The machine is sha
 """
 
 NOTES = """
-Processor time of the thread that calls, summed over every call that vLLM's Scheduler makes of the connector, and of its manager to free a request's blocks (kvhma keeps and frees P's itself), for one request from its arrival at P to the release of its blocks, and from its arrival at D to its
-last of {decoded} tokens. Medians of {rounds} rounds of {in_a_row} requests each; ratios are those of each round, with their quartiles in brackets: above 1 is better for kvhma. Blocks of {block} tokens, prompts of random tokens, no prefix hits. Between
-two schedules of an engine 2 ms pass, as a model takes: other threads of the process run then, and calls find cold caches, of both connectors. Left out, at both, is what other
-threads of the scheduler's process do (listeners, renewals), and what workers do."""
+Processor time of the calling thread, summed over every call that vLLM's Scheduler makes of the connector. Calls of its
+manager to free a request's blocks count too, since kvhma holds and frees P's blocks itself. It is the time for one
+request, from its arrival at P to the release of its blocks, and from its arrival at D to its last of {decoded} tokens.
+Medians of {rounds} rounds of {in_a_row} requests each. Ratios are those of each round, with their quartiles in
+brackets: above 1 is better for kvhma. Blocks of {block} tokens, prompts of random tokens, no prefix hits.
+
+Between two schedules of an engine 2 ms pass, as a model needs: other threads of the process run then, and calls find
+cold caches, for both connectors. Left out, for both, is the work of other threads of the scheduler's process
+(listeners, renewals), and of workers."""
 
 if __name__ == "__main__":
     main()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads between two processes over real NIXL: one buffer for all layers against a buffer for each.
 
-Both caches hold the same blocks of the same request, and both plans are the shortest there are. Reads of the two take
-turns; of each pair of turns the ratio counts. Prints Markdown: what benches/RESULTS_TORCH.md holds. Needs torch and nixl.
+Both caches hold the same blocks of the same request, and both plans are the shortest possible. Reads of the two
+alternate; the ratio of each pair counts. Prints Markdown, which is benches/RESULTS_TORCH.md. Needs torch and nixl.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FILLED = 0.6
 
 TURNS = 15
 SECONDS = 600.0
-"""No answer takes longer, however busy the machine is."""
+"""No answer takes longer, even on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Shape:
 
 
 def shape_of(one: Model, block_size: int) -> Shape:
-    """Take as many blocks as fit and as many tokens as fill them."""
+    """Use as many blocks as fit and as many tokens as fill them."""
     probe = allocate(model_specs(one, AllocatorOptions(block_size=block_size)), 1, layout="BLHNC", device="meta")
     num_blocks = CACHE_BYTES // sum(buffer.tensor.nbytes for buffer in probe.buffers)
     logical = max(group.block_size for group in probe.geometry.groups if group.kind != "ssm")
@@ -91,7 +91,7 @@ def caches(shape: Shape) -> dict[str, Cache]:
 
 
 def pattern(address: int, nbytes: int) -> np.ndarray:
-    """Bytes that tell where they are from; addresses and lengths are multiples of 8."""
+    """Bytes that identify their place; addresses and lengths are multiples of 8."""
     words = np.arange(address, address + nbytes, 8, dtype=np.uint64)
     return (words * np.uint64(0x9E3779B97F4A7C15)).view(np.uint8)
 
@@ -101,7 +101,7 @@ def bytes_at(cache: Cache) -> dict[int, np.ndarray]:
 
 
 def prefill(pipe: Connection, shape: Shape) -> None:
-    """Keep both caches until the parent says that it is done."""
+    """Hold both caches until the parent is done."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     by_layout = caches(shape)
     for cache in by_layout.values():
@@ -110,7 +110,7 @@ def prefill(pipe: Connection, shape: Shape) -> None:
     with Agent("P") as agent:
         for cache in by_layout.values():
             agent.register(cache.geometry)
-        # The metadata has all that is registered; a payload carries one geometry, the others go by the pipe.
+        # The metadata describes everything registered; a payload carries one geometry, the others go through the pipe.
         pipe.send(agent.handshake_payload(by_layout["uniform"].geometry))
         pipe.send({name: cache.geometry.to_json() for name, cache in by_layout.items()})
         pipe.recv()
@@ -130,14 +130,14 @@ def read(agent: Agent, peer: Peer, moved: kvhma.Transfer) -> float:
     if not moving.wait(SECONDS):
         raise TimeoutError("the read does not end")
     seconds = time.perf_counter() - start
-    told = moving.telemetry
-    if told is None or (told.descriptors, told.nbytes) != (moved.descriptors, moved.bytes):
-        raise AssertionError(f"planned {moved.descriptors} descriptors, {moved.bytes} bytes; NIXL says {told}")
+    measured = moving.telemetry
+    if measured is None or (measured.descriptors, measured.nbytes) != (moved.descriptors, moved.bytes):
+        raise AssertionError(f"planned {moved.descriptors} descriptors, {moved.bytes} bytes; NIXL reports {measured}")
     return seconds
 
 
 def check(cache: Cache, moved: kvhma.Transfer) -> None:
-    """Compare all that was read with the source's pattern."""
+    """Compare everything that was read with the source's pattern."""
     regions = sorted(bytes_at(cache).items())
     (one,) = moved.reads
     for (address, nbytes, _), (source, _, _) in zip(one.local.tolist(), one.remote.tolist(), strict=True):
@@ -230,13 +230,7 @@ def report(rows: Sequence[Sequence[str]]) -> None:
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for cells in rows:
         print(f"| {' | '.join(cells)} |")
-    print(
-        f"\nBoth engines have the same layout, BLHNC (uniform) or LBHNC (per layer), and read the same blocks of one request. A time is that of\n"
-        f"one read, from the post to its end; {TURNS} pairs of reads in turns, the median of their ratios, the quartiles in brackets. `block` is\n"
-        "what was asked for: state makes it longer. Of the bytes read, all were compared once.\n\n"
-        "A group with fewer layers than others (gemma-3-27b) and a state page with padding (Qwen3-Next) leave gaps in a uniform block, so such\n"
-        "blocks are not joined with their neighbours; per layer, contiguous blocks are."
-    )
+    print(NOTES)
 
 
 def main() -> None:
@@ -248,6 +242,14 @@ def main() -> None:
             print(f"{name}, {block_size} tokens a block: done", file=sys.stderr)
     report(rows)
 
+
+NOTES = f"""
+Both engines have the same layout, BLHNC (uniform) or LBHNC (per layer), and read the same blocks of one request.
+A time is that of one read, from the post to its end. {TURNS} pairs of reads in turns, the median of their ratios, the
+quartiles in brackets. `block` is the requested size: state makes it longer. All bytes that were read were compared once.
+
+Two things leave gaps in a uniform block: a group with fewer layers than others (gemma-3-27b), and a state page with
+padding (Qwen3-Next). Such blocks are not joined with their neighbours. Per layer, contiguous blocks are joined."""
 
 if __name__ == "__main__":
     main()

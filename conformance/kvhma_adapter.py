@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kvhma behind the interface of the conformance kit: what an adapter looks like.
+"""kvhma as an adapter for the conformance kit, and an example of one.
 
 Either `python runner.py --python kvhma_adapter:answer` or `python runner.py --command 'python kvhma_adapter.py'`.
 """

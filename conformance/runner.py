@@ -2,18 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does a planner of KV cache transfers move the right bytes? One file, Python 3.9 or newer, nothing else needed.
 
-    python runner.py --command './my_planner'      # a case as JSON on stdin, an answer as JSON lines on stdout
-    python runner.py --python my_module:answer     # a function from the case to an iterable of the same objects
+    python runner.py --command './my_planner'      # a case as JSON on stdin, an answer as JSON lines on stdout.
+    python runner.py --python my_module:answer     # a function from the case to an iterable of the same objects.
     python runner.py --verify                      # only the cases: are digests and runs what bytes and labels say?
 
 An answer is any number of these, in any order. Zeroing is done first, then copying.
 
-    {"source": 0, "from": 8216, "to": 4136, "bytes": 6}    copy 6 bytes of rank 0 of P from an address to one of D
-    {"zero": 4142, "bytes": 2}                             zero 2 bytes of D
-    {"refuse": "dtype"}                                    nothing: the pair or the request cannot be served
+    {"source": 0, "from": 8216, "to": 4136, "bytes": 6}    copy 6 bytes of rank 0 of P from an address to one of D.
+    {"zero": 4142, "bytes": 2}                             zero 2 bytes of D.
+    {"refuse": "dtype"}                                    nothing: the pair or the request cannot be served.
 
-Exit code: 0 all right (what was refused is counted), 1 something is wrong, 2 the cases or the command cannot be used.
-docs/conformance.md of https://github.com/kvhma/kvhma says what the cases mean, and how to object to one.
+Exit code: 0 all right (refusals are counted), 1 an error was found, 2 the cases or the command cannot be used.
+docs/conformance.md of https://github.com/kvhma/kvhma defines the cases, and how to object to one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Owner = Tuple[Any, ...]  # layer, part, block, Byte
 
 
 class AnswerError(Exception):
-    """An answer that is not one: another form, outside of all regions, or the command failed."""
+    """An invalid answer: another form, outside of all regions, or the command failed."""
 
 
 # --- Labels: 64 bits for each byte of memory ----------------------------------------------------------------
@@ -95,7 +95,7 @@ def bytes_of(part: Case) -> Iterator[Byte]:
 
 
 def blocks_of(group: Case, span: Case) -> List[Tuple[int, int]]:
-    """Return block id and entry of the table of what holds something; of a state its one slot, and 0."""
+    """Return block id and entry of the table that hold something; for a state its one slot, and 0."""
     ids = span["ids"]
     if group["kind"] == "ssm":
         last = max(0, len(ids) - 1 - group.get("speculative", 0))
@@ -112,10 +112,10 @@ def tokens_of(group: Case, entry: int) -> List[int]:
 
 
 class Memory:
-    """The regions of a rank, laid end to end, a label for each byte."""
+    """The regions of a rank, concatenated, with a label for each byte."""
 
     def __init__(self, geometry: Case) -> None:
-        """Lay the regions of a rank out; all labels are 0."""
+        """Concatenate the regions of a rank; all labels are 0."""
         self.geometry = geometry
         self.spans: Sequence[Case] = ()
         self.starts = [0]
@@ -131,12 +131,12 @@ class Memory:
         raise AnswerError(f"{length} bytes at {address} are not inside one region")
 
     def name(self, flat: int) -> str:
-        """Say where a byte is, e.g. ``region 1 at 40``."""
+        """Name the place of a byte, e.g. ``region 1 at 40``."""
         region = max(i for i, start in enumerate(self.starts[:-1]) if start <= flat)
         return f"region {region} at {flat - self.starts[region]}"
 
     def fill(self, spans: Sequence[Case], source: Optional[int] = None) -> Memory:
-        """Give P's memory the labels of what the request's blocks hold; all else is junk. D's is stale."""
+        """Give P's memory the labels of the content of the request's blocks; all else is junk. D's is stale."""
         self.spans = spans
         if source is not None:
             for flat, start, token, _ in self.content(spans):
@@ -173,11 +173,11 @@ class Memory:
 
 
 MUST, ZERO = 1, 2
-"""What a byte of D has to hold: P's, or zero. All others have to stay as they are."""
+"""The expected content of a byte of D: P's, or zero. All other bytes must not change."""
 
 
 class Expected(NamedTuple):
-    """D's memory before and after, and P's: what an answer is judged by."""
+    """D's memory before and after, and P's: the reference for judging an answer."""
 
     before: Memory
     after: Labels
@@ -225,7 +225,7 @@ def digests(labels: Labels) -> Dict[str, str]:
 
 
 def verify(entry: Case, want: Optional[Expected] = None) -> str:
-    """Return what is wrong with a case itself, empty if nothing: each byte of a run has to be what D's byte is for."""
+    """Return the errors of a case itself, empty if it has none: each byte of a run has to match its byte of D."""
     if "refuse" in entry["expect"]:
         return ""
     case, want = entry["case"], want or expected(entry)
@@ -245,7 +245,7 @@ def verify(entry: Case, want: Optional[Expected] = None) -> str:
 
 
 class Verdict(NamedTuple):
-    """What became of a case: ``right``, ``wrong`` or ``refused``; why; copies of the answer."""
+    """The result of a case: ``right``, ``wrong`` or ``refused``; why; copies of the answer."""
 
     outcome: str
     text: str = ""
@@ -256,9 +256,9 @@ class Rules(NamedTuple):
     """How strict to be.
 
     Attributes:
-        needed: what has to be zero may hold anything.
+        needed: bytes that have to be zero may hold anything.
         codes: a refusal has to give an expected reason.
-        complete: a refusal of what has an answer is wrong.
+        complete: a refusal of a case that has an answer is wrong.
     """
 
     needed: bool = False
@@ -270,7 +270,7 @@ EXACT = Rules()
 
 
 def judge(entry: Case, answer: Answer, rules: Rules = EXACT, want: Optional[Expected] = None) -> Verdict:
-    """Execute an answer to a case and look at every byte; `want` is what is `expected` of it, if at hand."""
+    """Execute an answer to a case and check every byte; `want` is the result of `expected` for it, if at hand."""
     rows = list(answer)
     reasons = [str(row["refuse"]) for row in rows if "refuse" in row]
     wanted = entry["expect"].get("refuse")
@@ -309,7 +309,7 @@ def _parse(rows: Sequence[Case], want: Expected) -> Tuple[List[Range], List[Copy
 
 
 def _execute(want: Expected, zero: Sequence[Range], copies: Sequence[Copy]) -> Labels:
-    """Zero, then copy. What may be P's or zero, and is one of them, is made zero."""
+    """Zero, then copy. A byte that may be P's or zero, and is one of them, is made zero."""
     memory = want.before.labels[:]
     for at, length in zero:
         memory[at : at + length] = array.array("Q", bytes(8 * length))
@@ -322,7 +322,7 @@ def _execute(want: Expected, zero: Sequence[Range], copies: Sequence[Copy]) -> L
 
 
 def _differences(case: Case, want: Expected, memory: Labels, needed: bool) -> str:
-    """Count the bytes that are not as they have to be by what is wrong, and name the first of each."""
+    """Count the wrong bytes by their error, and name the first of each."""
     if memory == want.after:
         return ""
     found: Dict[str, List[int]] = {}
@@ -342,7 +342,7 @@ def _differences(case: Case, want: Expected, memory: Labels, needed: bool) -> st
 
 
 def _place(case: Case, want: Expected, flat: int) -> str:
-    """Say which byte of D one is: of the request, else of any block."""
+    """Name a byte of D: of the request, else of any block."""
     memory = want.before
     for spans in (case["local_spans"], None):
         for at, _, token, name in memory.content(spans):
@@ -353,7 +353,7 @@ def _place(case: Case, want: Expected, flat: int) -> str:
 
 
 def _name(name: Owner, group: Case, token: Optional[int]) -> str:
-    """Say what a byte of a part is, e.g. ``layers.0/kv token 5 content=1 heads=2 byte 0 in block 7``."""
+    """Name a byte of a part, e.g. ``layers.0/kv token 5 content=1 heads=2 byte 0 in block 7``."""
     layer, part, block, byte = name
     axes = sorted(axis["name"] for axis in part["axes"] if axis["name"] != "tokens")
     kind = "state" if group["kind"] == "ssm" else f"token {token}"
@@ -363,7 +363,7 @@ def _name(name: Owner, group: Case, token: Optional[int]) -> str:
 
 
 def _held(want: Expected, found: int, flat: int = -1) -> str:
-    """Say what a label stands for."""
+    """Name what a label stands for."""
     if not found:
         return "zero"
     if flat >= 0 and found == want.before.labels[flat]:
@@ -376,7 +376,7 @@ def _held(want: Expected, found: int, flat: int = -1) -> str:
 
 
 def _source_name(memory: Memory, flat: int, found: int) -> str:
-    """Name a byte of P, by what the request's blocks hold."""
+    """Name a byte of P, by the content of the request's blocks."""
     for at, start, token, name in memory.content(memory.spans):
         if at == flat and mix((start + token) & MASK) == found:
             return _name(name, memory.geometry["groups"][name[0]["group"]], token)
@@ -387,7 +387,7 @@ def _source_name(memory: Memory, flat: int, found: int) -> str:
 
 
 def load(path: Path) -> Tuple[Case, List[Case]]:
-    """Read a file of cases: a line that says what it is, then one for each case."""
+    """Read a file of cases: a header line, then one line for each case."""
     with (gzip.open if path.suffix == ".gz" else open)(str(path), "rt", encoding="utf-8") as file:
         header, *entries = (json.loads(line) for line in file)
     if header["kvhma_conformance"].split(".")[0] != VERSION.split(".")[0] or header["cases"] != len(entries):
@@ -423,7 +423,7 @@ def by_name(name: str) -> Planner:
 
 
 def run(entries: Sequence[Case], planner: Planner, rules: Rules = EXACT) -> List[Tuple[Case, Verdict]]:
-    """Ask for every case, and judge. An exception of the implementation is a wrong answer."""
+    """Run every case, and judge. An exception of the implementation is a wrong answer."""
     verdicts = []
     for entry in entries:
         try:
@@ -435,7 +435,7 @@ def run(entries: Sequence[Case], planner: Planner, rules: Rules = EXACT) -> List
 
 
 def table(verdicts: Sequence[Tuple[Case, Verdict]]) -> str:
-    """Lay out how many cases came to what, by axis and by difficulty, and the copies against the fewest."""
+    """Return a table of the results by axis and by difficulty, and the copies against the fewest."""
     names = ("cases", "right", "refused", "wrong", "copies", "fewest")
     lines = [f"{'axis':<16}" + "".join(f"{name:>9}" for name in names)]
     for key, before in (("axis", ""), ("difficulty", "difficulty ")):
@@ -485,7 +485,7 @@ def arguments(words: Optional[Sequence[str]]) -> argparse.Namespace:
 
 
 def look(entries: Sequence[Case], options: argparse.Namespace) -> int:
-    """List, show or verify cases; ask nobody."""
+    """List, show or verify cases, without an implementation."""
     faults = []
     for entry in entries:
         if options.list:
@@ -500,7 +500,7 @@ def look(entries: Sequence[Case], options: argparse.Namespace) -> int:
 
 
 def main(words: Optional[Sequence[str]] = None) -> int:
-    """Run, print what is wrong and a table, return the exit code."""
+    """Run, print the errors and a table, return the exit code."""
     options = arguments(words)
     try:
         _, entries = load(options.cases)

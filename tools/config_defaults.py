@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write down what transformers' configuration classes assume for fields that a ``config.json`` leaves out.
+"""Write the defaults of transformers' configuration classes for fields that a ``config.json`` leaves out.
 
     python tools/config_defaults.py          # writes python/kvhma/data/config_defaults.json
-    python tools/config_defaults.py --check  # exit code 1 if it is not what this transformers says
+    python tools/config_defaults.py --check  # exit code 1 if the file differs from this transformers
 
-A value that follows from other fields is no default: it is derived by a rule instead. So each class is made again with
-other sizes, and only what stays is written down. A list of layers always follows from other fields: that there is one
-is all that is written down of it. ``lacks`` names fields that the class does not have.
+A value that follows from other fields is no default: a rule derives it instead. So each class is made again with other
+sizes, and only values that stay are written. A list of layers always follows from other fields, so only its existence
+is written. ``lacks`` names fields that the class does not have.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NESTED = ("thinker_config", "text_config", "llm_config")
 
 
 def defaults() -> dict[str, dict[str, Any]]:
-    """Return the defaults by ``model_type``, and of a type that has another inside of it, which one that is."""
+    """Return the defaults by ``model_type``, and for a type that contains another, that type."""
     from transformers import CONFIG_MAPPING
 
     found: dict[str, dict[str, Any]] = {}
@@ -70,12 +70,12 @@ def _language_models() -> set[str]:
 def _make(classes: Any, kind: str, **fields: Any) -> Any:
     try:
         return classes[kind](**fields)
-    except Exception:  # composites that cannot be made of nothing, and sizes that do not go together
+    except Exception:  # composites that need arguments, and sizes that do not fit each other
         return None
 
 
 def _constant(classes: Any, kind: str, own: Any) -> dict[str, Any]:
-    """Return the fields that are the same whatever other sizes are given."""
+    """Return the fields that are the same for all other sizes."""
     others = [(sizes, _make(classes, kind, **sizes)) for sizes in OTHER_SIZES]
     fields = {}
     for name in FIELDS:
@@ -83,7 +83,7 @@ def _constant(classes: Any, kind: str, own: Any) -> dict[str, Any]:
         same = all(one is None or name in sizes or _value(one, name) == value for sizes, one in others)
         if type(value) is int and same:
             fields[name] = value
-    if "kv_lora_rank" in fields:  # there it is the rotary part's
+    if "kv_lora_rank" in fields:  # MLA: the rotary part's
         fields.pop("head_dim", None)
     lacks = [name for name in OPTIONAL if name not in own.to_dict()]
     if lacks:

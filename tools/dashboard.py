@@ -2,9 +2,9 @@
 """The dashboard for Grafana: examples/grafana/kvhma.json.
 
     python tools/dashboard.py            # writes it
-    python tools/dashboard.py --check    # exit code 1 if it is not what is there
+    python tools/dashboard.py --check    # exit code 1 if the file differs
 
-A panel is a line below: what it shows, the unit, and a query for each series. `rate` is over Grafana's interval.
+A panel is a line below: its title, the unit, and a query for each series. `rate` is over Grafana's interval.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Panel:
     """A graph.
 
     Attributes:
-        title: what it shows, as short as can be.
-        text: what to think of it.
+        title: what it shows, as short as possible.
+        text: how to read it.
         unit: Grafana's name of the unit.
         queries: PromQL by the series' legend.
     """
@@ -38,7 +38,7 @@ class Panel:
 
 
 def rate(name: str, by: str = "instance") -> str:
-    """Return how much of a counter comes in a second, by a label."""
+    """Return how much a counter grows in a second, by a label."""
     return f"sum by ({by}) (rate(vllm:kvhma_{name}{_OF_ENGINES}[$__rate_interval]))"
 
 
@@ -48,12 +48,12 @@ def gauge(name: str) -> str:
 
 
 def quantile(name: str, of: float) -> str:
-    """Return a quantile of a histogram over all engines that are chosen."""
+    """Return a quantile of a histogram over all selected engines."""
     return f"histogram_quantile({of}, {rate(f'{name}_bucket', 'le')})"
 
 
 def quantiles(name: str) -> dict[str, str]:
-    """Return the median, and what one of ten and one of a hundred exceed."""
+    """Return the median, and the 90th and 99th percentiles."""
     return {f"p{of}": quantile(name, of / 100) for of in (50, 90, 99)}
 
 
@@ -64,10 +64,10 @@ def mean(name: str) -> str:
 
 ROWS = {
     "Does the cache move?": [
-        Panel("Loads", "Loads that D has ended well.", "ops", {"{{instance}}": rate("load_seconds_count")}),
+        Panel("Loads", "Loads that succeeded at D.", "ops", {"{{instance}}": rate("load_seconds_count")}),
         Panel(
             "Prompts, as the proxy sees them",
-            "cached: D had the cache of some tokens. computed: it had none, so nothing was handed over.",
+            "cached: D had the cache of some tokens. computed: D had no cache, so it computed the prompt.",
             "ops",
             {"{{result}}": "sum by (result) (rate(kvhma_proxy_prompts_total[$__rate_interval]))"},
         ),
@@ -83,7 +83,7 @@ ROWS = {
         Panel("Bytes", "What D reads.", "binBps", {"{{instance}}": rate("bytes_sum")}),
         Panel(
             "Tokens",
-            "loaded were moved, cached were there already, clipped lie before windows and chunks.",
+            "loaded: moved. cached: D had them already. clipped: before windows and chunks, so not needed.",
             "ops",
             {
                 name: rate(f"tokens_{name}_total", "le").replace("by (le) ", "")
@@ -103,8 +103,8 @@ ROWS = {
         Panel("Load", "From the scheduler's order to the end of a load.", "s", quantiles("load_seconds")),
         Panel(
             "Parts of a load",
-            "The time that one of ten exceeds. post: what descriptors cost. transfer: the network. zero: a GPU that is "
-            "behind. handshake: once for each pair of engines.",
+            "90th percentile. post: the cost of descriptors. transfer: the network. zero: a GPU that lags. "
+            "handshake: once for each pair of engines.",
             "s",
             {name: quantile(f"{name}_seconds", 0.9) for name in ("post", "transfer", "zero", "handshake")},
         ),
@@ -120,13 +120,13 @@ ROWS = {
         ),
         Panel(
             "Bytes of a group",
-            "Which groups of layers the bytes are of.",
+            "Bytes by group of layers.",
             "binBps",
             {"{{group}}": rate("group_bytes_total", "group")},
         ),
         Panel(
             "Bytes in a second, by rank",
-            "While a rank transfers. The slowest rank decides when a request goes on.",
+            "While a rank transfers. The slowest rank decides when a request continues.",
             "binBps",
             {
                 "{{instance}} rank {{rank}}": f"{rate('rank_bytes_total', 'instance, rank')} / "
@@ -147,45 +147,45 @@ ROWS = {
         ),
         Panel(
             "Zeroed",
-            "Bytes behind the tokens of loads.",
+            "Bytes after the tokens of loads.",
             "binBps",
             {"{{instance}}": rate("zeroed_bytes_total")},
         ),
         Panel(
             "Loads that wait for the GPU",
-            "Their reads were not posted at once, since it was still zeroing or at an earlier step.",
+            "Reads that were not posted at once: the GPU was still zeroing or in an earlier step.",
             "ops",
             {"{{instance}}": rate("waiting_posts_total")},
         ),
     ],
-    "What does P keep?": [
+    "What does P hold?": [
         Panel(
             "Leases",
-            "Finished requests that are kept for readers. Answers are kept by D for next turns.",
+            "Finished requests that P holds for readers, and answers that D holds for next turns.",
             "short",
             {"{{instance}}": gauge("held_leases"), "{{instance}} answers": gauge("held_answers")},
         ),
-        Panel("Blocks", "Kept for them.", "short", {"{{instance}}": gauge("pinned_blocks")}),
+        Panel("Blocks", "Held for them.", "short", {"{{instance}}": gauge("pinned_blocks")}),
         Panel(
             "Oldest unread request",
-            "Falling is a queue, growing a reader that is gone.",
+            "A value that falls is a queue, a value that grows is a reader that is gone.",
             "s",
             {"{{instance}}": gauge("oldest_unread_seconds")},
         ),
         Panel(
-            "Given up unread",
-            "Leases that ended by reason, requests dropped for newer ones, prompts without room in host memory.",
+            "Expired or evicted unread",
+            "Leases that ended by reason, requests evicted for newer ones, prompts without room in host memory.",
             "ops",
             {
                 "ended: {{reason}}": rate("expired_total", "reason"),
-                "dropped": rate("held_dropped_total"),
+                "evicted": rate("held_dropped_total"),
                 "unstaged": rate("unstaged_total"),
             },
         ),
-        Panel("Answers", "What became of answers for next turns.", "ops", {"{{end}}": rate("answers_total", "end")}),
+        Panel("Answers", "How answers for next turns ended.", "ops", {"{{end}}": rate("answers_total", "end")}),
         Panel(
             "Loads in flight",
-            "On D: loads that have not ended, and seconds since the oldest was ordered.",
+            "On D: loads that have not ended, and seconds since the oldest was scheduled.",
             "short",
             {
                 "{{instance}}": gauge("loads_in_flight"),
@@ -199,11 +199,11 @@ ROWS = {
             "Handshakes",
             "With other engines; more than a few an hour are engines that come and go.",
             "ops",
-            {"{{instance}}": rate("handshakes_total"), "{{instance}} let go": rate("idle_engines_total")},
+            {"{{instance}}": rate("handshakes_total"), "{{instance}} closed as idle": rate("idle_engines_total")},
         ),
         Panel(
             "Refused",
-            "Sources that are not allowed, engines for want of room, changed parameters, connections by reason.",
+            "Sources that are not allowed, engines beyond max_peers, changed parameters, connections by reason.",
             "ops",
             {
                 "source: {{reason}}": rate("refused_sources_total", "reason"),
@@ -215,12 +215,12 @@ ROWS = {
         ),
         Panel(
             "The connector itself",
-            "Processes that stood still, threads that began again, forgotten leases. It should be empty.",
+            "Stalled processes, restarted threads, abandoned leases. It should be empty.",
             "ops",
             {
-                "stood still": rate("stood_still_total"),
+                "stalled": rate("stood_still_total"),
                 "thread {{thread}}": rate("thread_restarts_total", "thread"),
-                "forgotten": rate("forgotten_leases_total"),
+                "abandoned": rate("forgotten_leases_total"),
             },
         ),
     ],
@@ -296,7 +296,7 @@ def _graph(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Write it, or compare it with what is there."""
+    """Write it, or compare it with the file."""
     text = json.dumps(dashboard(), indent=1) + "\n"
     if "--check" in sys.argv[1:]:
         return int(FILE.read_text(encoding="utf-8") != text)

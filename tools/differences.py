@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What P and D may differ in: every built-in model between engines that differ in a thing or two, planned or refused.
+"""The differences that P and D may have: every built-in model between two engines, planned or refused.
 
     make differences    # writes tests/golden/differences.json and the table of README.md
 
 A pair is tried if both engines can be laid out, which means that vLLM starts them. It is planned if every rank of D has
-a plan, by which a request of TOKENS tokens reads no byte less than the rank needs. The byte oracle of the tests proves
-that plans are right; this says which pairs have one.
+a plan, and a request of TOKENS tokens by that plan reads at least the bytes that the rank needs. The byte oracle of the
+tests proves that plans are right; this counts which pairs have one.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ Outcomes = dict[str, dict[str, int]]
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that P and D may have each in its own way.
+    """A property in which P and D may differ.
 
     Attributes:
-        name: what the table calls it.
-        values: the ways, as options of an engine; each is tried with each other one.
-        tried: what the table says of them.
+        name: its name in the table.
+        values: its values, as options of an engine; each is tried with each other one.
+        tried: the table's text about them.
         cached: leading tokens that D has.
     """
 
@@ -99,7 +99,7 @@ ALIKE: tuple[Options, ...] = (
     {"kernel_block": None},
     {"kernel_block": None, "order": "LBNHC"},
 )
-"""What both engines have besides: heads outside of tokens or inside, the block outermost, kernel blocks as long as
+"""The other options of both engines: heads outside of tokens or inside, the block outermost, kernel blocks as long as
 blocks. Each difference is tried with all of them that do not touch it."""
 
 
@@ -109,7 +109,7 @@ def outcomes(name: str) -> Outcomes:
 
 
 def tried(name: str, difference: Difference) -> Iterator[str]:
-    """Yield what came of each pair.
+    """Yield the outcome of each pair.
 
     Raises:
         AssertionError: a plan reads less than D needs.
@@ -138,13 +138,13 @@ def tried(name: str, difference: Difference) -> Iterator[str]:
 
 
 def _moved(hand_off: HandOff, local: Geometry) -> int:
-    """Return the bytes that a rank of D reads, without those behind the last token."""
+    """Return the bytes that a rank of D reads, without those after the last token."""
     transfer = hand_off.plan(local).transfer(hand_off.tokens, *hand_off.spans(local))
     return transfer.bytes - transfer.excess_bytes
 
 
 def _needed(hand_off: HandOff, local: Geometry) -> int:
-    """Return the bytes of the tokens that the next one looks at and D lacks, and of the states."""
+    """Return the bytes of the tokens that the next one attends to and D lacks, and of the states."""
     total = 0
     for layer in local.layers:
         group = local.groups[layer.group]
@@ -162,7 +162,7 @@ def _rows(part: Part) -> int:
 
 
 def _spare(part: Part) -> int:
-    """Return the rows that are kept for drafts, which are not handed over."""
+    """Return the rows for drafts, which are not transferred."""
     return sum(axis.spare for axis in part.axes)
 
 
@@ -177,7 +177,7 @@ def _starts(name: str, engine: EngineOptions) -> bool:
 
 
 def _alike(name: str, prefill: EngineOptions, decode: EngineOptions) -> bool:
-    """Whether the difference makes none to this model, as drafts to one without state."""
+    """Whether the difference does not exist for this model, as drafts for a model without state."""
     if prefill.num_ranks != decode.num_ranks:
         return False
     forms = [
@@ -188,7 +188,7 @@ def _alike(name: str, prefill: EngineOptions, decode: EngineOptions) -> bool:
 
 
 def table(record: Mapping[str, Outcomes]) -> str:
-    """Return the table of what was tried with every model."""
+    """Return the table of all properties that were tried with every model."""
     lines = [
         "| P and D may differ in | tried | pairs of engines that are planned | refused |",
         "|---|---|---|---|",
@@ -212,7 +212,7 @@ def filled(page: str, record: Mapping[str, Outcomes]) -> str:
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"{PAGE.name} has no line {BEGIN!r} with {END!r} behind it")
+        raise ValueError(f"{PAGE.name} has no line {BEGIN!r} followed by {END!r}")
     return f"{before}{begin}\n\n{table(record)}\n\n{end}{after}"
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users switch on, by the names that they use, which tests show it, and what vLLM's own connector says of it.
+"""Features by the names that users know, the tests that prove each, and what vLLM's own connector does.
 
-The one place that tells which test stands for which feature. tools/compatibility.py makes docs/compatibility.md of it.
-A test is a file below tests/ and a function, for real engines with its parameters if only some of them are meant:
-``e2e/test_hand_off.py::test_equal_ranks[llama]``; ``*`` in brackets stands for anything. One that does not exist fails
-tests/unit/test_compatibility.py.
+The one place that assigns tests to features. tools/compatibility.py makes docs/compatibility.md of it. A test is a file
+below tests/ and a function, for real engines with its parameters if only some of them are meant:
+``e2e/test_hand_off.py::test_equal_ranks[llama]``; ``*`` in brackets stands for anything. A test that does not exist
+fails tests/unit/test_compatibility.py.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Feature:
     """A line of the page.
 
     Attributes:
-        name: as users say it.
-        engine: tests that run it in real engines, whose answers are compared with a plain one's.
+        name: the users' name for it.
+        engine: tests that run it in real engines, and compare the answers with a plain engine's.
         processes: tests that run it with real NIXL, between agents or processes, without an engine's forward pass.
         imitation: tests with vLLM's own classes, or with imitated writers, devices and peers.
         refused: tests that show a typed error.
         upstream: what vLLM's NixlConnector does.
-        note: what to know; where it is ahead, why.
+        note: remarks; where kvhma is ahead, why.
     """
 
     name: str
@@ -155,7 +155,7 @@ CACHES = (
     ),
 )
 
-# What `make families` hands over, with the requests after that, which hit D's prefix cache.
+# `make families` tests the hand-off of these, and the next requests, which hit D's prefix cache.
 MODELS = (
     Feature(
         "Jamba (Mamba1, TP 1 ↔ 2)",

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrows between files point downwards, and no files are in a circle.
+"""Dependencies between files point downwards, and no files form a cycle.
 
-    python tools/layers.py    # prints what is wrong, one line each; exit code 1 if anything is
+    python tools/layers.py    # prints each error in one line; exit code 1 if there is an error
 
-An arrow is an import in Python, wherever it stands (in a function, for types only), and a path into another module in
-Rust, tests left out. What the compiled module imports stands in Rust, so its stub is not asked. Files are read, never
+A dependency is an import in Python, anywhere in a file (in a function, for types only), and a path into another module
+in Rust, tests left out. The imports of the compiled module are in Rust, so its stub is not read. Files are read, never
 imported: nothing has to be installed.
 """
 
@@ -59,7 +59,7 @@ PICTURES = {
         error
     """,
 }
-"""Who may use whom: a name, a file or a folder, those in the lines below its own; `*` is every other name.
+"""Which may use which: a name, a file or a folder uses those in the lines below its own; `*` is every other name.
 
 `__init__` is low in the package because importing any part of it runs it: it may not bring in the heavy parts.
 """
@@ -80,7 +80,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class House:
-    """What was read of one source tree."""
+    """The dependencies of one source tree."""
 
     files: list[str]
     arrows: list[Arrow]
@@ -88,11 +88,11 @@ class House:
 
 
 def imports(path: Path, above: Path) -> Iterator[tuple[int, str, str]]:
-    """Yield what a file imports: line, module, and the name that is taken from it, if one is."""
+    """Yield the imports of a file: line, module, and the imported name, if there is one."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                # Without `as` it is the package that gets a name, and everything can be had through it.
+                # Without `as` the package gets a name, and everything is reachable through it.
                 yield node.lineno, alias.name if alias.asname else alias.name.split(".")[0], ""
         elif isinstance(node, ast.ImportFrom):
             package = path.relative_to(above).parts[: -node.level] if node.level else ()
@@ -194,7 +194,7 @@ def module_of(path: list[str], module: tuple[str, ...], modules: dict[tuple[str,
             path = path[1:]
     elif not any(name[: len(module) + 1] == (*module, path[0]) for name in modules):
         return None
-    # A folder may be a module without a file of its own.
+    # A folder may be a module without a separate file.
     ways = ((*base, *path[:length]) for length in range(len(path), -1, -1))
     return next((modules[way] for way in ways if way in modules), None)
 
@@ -211,7 +211,7 @@ def room_of(file: str, folder: str) -> str:
 
 
 def upward(house: House, folder: str, picture: str) -> Iterator[str]:
-    """Yield what a picture does not allow, and names that only the picture or only the folder has."""
+    """Yield the dependencies that a picture does not allow, and names that only the picture or only the folder has."""
     rows = rows_of(picture)
     inside = [file for file in house.files if file.startswith(f"{folder}/")]
     first = {room_of(file, folder): file for file in reversed(inside)}
@@ -261,7 +261,7 @@ def circles(house: House) -> Iterator[str]:
 
 
 def main(root: Path = ROOT, pictures: dict[str, str] = PICTURES) -> int:
-    """Print what is wrong, and how large each house is."""
+    """Print the errors, and the size of each house."""
     found: list[str] = []
     trees = [folder for folder in pictures if not any(folder.startswith(f"{other}/") for other in pictures)]
     for tree in trees:

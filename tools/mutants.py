@@ -5,8 +5,8 @@
     python tools/mutants.py            # all of tests/mutants.yaml; exit code 1 if one is missed
     python tools/mutants.py NAME ...   # those whose names contain one of these
 
-A defect is a name, a file, a text that the file has once, what stands in its place, and the arguments of pytest. The
-copy and what is built of it stay in target/mutants.
+A defect is a name, a file, a text that occurs once in the file, its replacement, and the arguments of pytest. The copy
+and its build stay in target/mutants.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def mutants(path: Path) -> list[Mutant]:
 
 
 def copy_tree() -> None:
-    """Make the copy what the working tree is, and build it. A build after a defect begins from the last one's."""
+    """Make the copy equal to the working tree, and build it. A build after a defect continues from the last one's."""
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, files.split("\0")):
         source, target = ROOT / name, TREE / name
@@ -65,10 +65,10 @@ def build() -> None:
 
 @contextmanager
 def applied(mutant: Mutant) -> Iterator[None]:
-    """Have a defect in the copy.
+    """Insert a defect into the copy.
 
     Raises:
-        ValueError: the file has its text never, or more than once.
+        ValueError: the text does not occur exactly once in the file.
     """
     path = TREE / mutant.file
     before = path.read_text(encoding="utf-8")
@@ -86,7 +86,7 @@ def applied(mutant: Mutant) -> Iterator[None]:
 
 
 def is_found(mutant: Mutant) -> bool:
-    """Return whether tests fail with a defect. One that does not compile is found by the compiler."""
+    """Return whether tests fail with a defect. If it does not compile, the compiler has found it."""
     command = [
         sys.executable,
         "-m",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say whether what was built may be published under a tag: one version everywhere, and a file for every machine."""
+"""Check whether a build may be published under a tag: one version everywhere, and a file for every machine."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ WHEELS = tuple(
 
 
 def version() -> str:
-    """Return the version of the workspace, which is that of the package."""
+    """Return the version of the workspace, which is also the version of the package."""
     found = re.search(r'^version = "([^"]+)"$', (ROOT / "Cargo.toml").read_text(encoding="utf-8"), re.MULTILINE)
     assert found is not None
     return found[1]
 
 
 def faults(tag: str, files: list[str], changelog: str, current: str) -> list[str]:
-    """Return what is wrong with files that are to be published under a tag, one sentence each."""
+    """Return the errors in files that are to be published under a tag, one sentence each."""
     found = []
     if tag != f"v{current}":
         found.append(f"the tag is {tag}, the version in Cargo.toml {current}")
@@ -37,7 +37,7 @@ def faults(tag: str, files: list[str], changelog: str, current: str) -> list[str
 
 
 def main(tag: str, folder: str) -> None:
-    """Print what is wrong and exit with 1, if anything is."""
+    """Print the errors, and exit with 1 if there is an error."""
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     files = [path.name for path in Path(folder).iterdir()]
     if found := faults(tag, files, changelog, version()):

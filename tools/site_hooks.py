@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks of the documentation site: the README is its first page; its neighbours and benches/*.md are pages of it.
 
-The repository is read as files too, so links in it are between files; here they become links between pages.
+The repository is also read as files, so links in it are between files; the hooks turn them into links between pages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 AT_THE_ROOT = {"index.md": "README.md"} | {name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")}
 _OF_ROOT = re.compile(r"(\]\(|src=\")docs/")
-# The README is read on a package index too, so its links say where they lead to.
+# The README is also read on a package index, so its links are absolute.
 _ABSOLUTE = re.compile(r"\]\(https://(?:github|raw\.githubusercontent)\.com/kvhma/kvhma/(?:blob/)?main/")
 _ABOVE_DOCS = re.compile(r"\]\(\.\./")
 _VERSION = re.compile(r'^version = "(.*)"$', re.MULTILINE)
@@ -27,7 +27,7 @@ _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):(?=<code>|<a )")
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Say of which version the pages are, in the header and in every title."""
+    """Show the version of the pages in the header and in every title."""
     version = _VERSION.search((ROOT / "Cargo.toml").read_text(encoding="utf-8"))
     if version is None:
         raise ValueError("Cargo.toml has no version")
@@ -35,7 +35,7 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that lie outside of docs/."""
+    """Add the pages that are outside of docs/."""
     for page, name in AT_THE_ROOT.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
     for path in sorted((ROOT / "benches").glob("*.md")):
@@ -44,7 +44,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Make links between files links between pages, and give the widest table the whole window."""
+    """Turn links between files into links between pages, and give the widest table the whole window."""
     if page.file.src_uri == "compatibility.md":
         page.meta["hide"] = ["navigation", "toc"]
     if page.file.src_uri in AT_THE_ROOT:

@@ -4,7 +4,7 @@
 
     python tools/skipped.py .reports/none/test.xml .reports/0.32.0/smoke/*.xml
 
-The files are reports of pytest's --junitxml. What one run skips and another one runs is not listed.
+The files are reports of pytest's --junitxml. Tests that one run skips and another runs are not listed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def skipped(reports: Iterable[Path]) -> Counter[tuple[str, str]]:
                 run |= {module, f"{module}::{name}"}
             elif module:
                 found[f"{module}::{name}"] = reason.get("message", ""), module
-            else:  # a file whose imports are missing is one test of no file
+            else:  # a file whose imports are missing counts as one test without a file
                 found[name] = (reason.text or "").rpartition("Skipped: ")[2].removesuffix("')"), name
     return Counter(why for test, why in found.items() if test not in run)
 

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Install a wheel into a fresh environment and use it as somebody who has no checkout does.
+"""Install a wheel into a fresh environment and use it as a user without a checkout does.
 
     python tools/wheel_test.py dist/kvhma-*.whl [PYTHON_WITH_TORCH]
 
 First with the declared dependencies only: the version, a plan, the import. Then with NIXL without its dependencies, by
 the command of the README: the demo. Then every code block and command of README and docs, by tests/unit/test_docs.py.
-Last, where a Python that has torch and NIXL is given, the blocks and the program of docs/torch.md and
-docs/other-engines.md that need it. Needs nothing else but Python. NIXL is left out where it has no wheels: macOS and
-free-threaded Python.
+Last, where a Python with torch and NIXL is given, the blocks and the program of docs/torch.md and docs/other-engines.md
+that need it. Needs only Python. NIXL is left out where it has no wheels: macOS and free-threaded Python.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def run(folder: Path, *command: object, **variables: str) -> str:
 
 
 def with_torch(wheel: Path, python: Path, folder: Path) -> None:
-    """Run what needs torch, in an environment that has it and is left as it is."""
+    """Run the blocks that need torch, in an environment that has it and is not changed."""
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(folder / "unpacked")
     path = str(folder / "unpacked")
@@ -78,7 +77,7 @@ def main(wheel: Path, torch: Path | None) -> None:
 
         run(folder, *pip, "pip>=25.1")
         run(folder, *pip, "--group", f"{ROOT / 'pyproject.toml'}:test")
-        # The extension asks for the GIL. Where its import starts the GIL Python warns, and a warning is an error here.
+        # The extension asks for the GIL. If its import starts the GIL, Python warns, and a warning is an error here.
         gil = {"PYTHON_GIL": "1"} if FREE_THREADED else {}
         test = (programs / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ROOT)
         print(run(folder, *test, "-c", ROOT / "pyproject.toml", ROOT / "tests/unit/test_docs.py", "-k", BLOCKS, **gil))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of benches/connectors.py. `in_engine` runs in the engines, all else in the process that measures."""
+"""The parts of benches/connectors.py. `in_engine` runs in the engines, everything else in the measuring process."""
 
 MODULE = "handoffs.in_engine"
 """Where engines find the connectors."""

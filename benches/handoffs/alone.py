@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that run alone: those that spin while they wait would take the cores."""
+"""Engines that run alone: engines that spin while they wait would take the cores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDE: dict[str, Any] = {"hf_overrides": {"num_key_value_heads": 4, "head_dim": 2
 
 @contextlib.contextmanager
 def alone(kept: Iterable[Engine], running: Iterable[Engine]) -> Iterator[None]:
-    """Stop all running engines but those that are kept."""
+    """Stop all running engines except the given ones."""
     names = {id(engine) for engine in kept}
     others = {id(engine): engine for engine in running if id(engine) not in names}
     for engine in others.values():

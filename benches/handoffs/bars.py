@@ -11,7 +11,7 @@ _LEFT, _RIGHT, _LINE = 190, 90, 16
 
 
 def draw(title: str, about: str, groups: Mapping[str, Mapping[str, float]]) -> str:
-    """An SVG: a block for each group, in it a bar for each way, of so many seconds. Each block has its own scale."""
+    """An SVG: a block for each group, in it a bar for each way, with its seconds. Each block has its own scale."""
     drawing = Drawing(COLUMN, title, about)
     drawing.text(12, 26, title, "head")
     drawing.text(12, 46, about, "small soft")
@@ -21,9 +21,9 @@ def draw(title: str, about: str, groups: Mapping[str, Mapping[str, float]]) -> s
         scale = (COLUMN - _LEFT - _RIGHT) / (max(of.values()) or 1.0)
         for color, (way, seconds) in enumerate(of.items()):
             y += _LINE
-            told = f"{seconds * 1e3:,.0f} ms"
+            shown = f"{seconds * 1e3:,.0f} ms"
             drawing.text(_LEFT - 8, y, way, "end small")
-            drawing.rect(_LEFT, y - _LINE + 6, seconds * scale, _LINE - 5, f"c{color}", f"{name}, {way}: {told}")
-            drawing.text(_LEFT + seconds * scale + 6, y, told, "small soft")
+            drawing.rect(_LEFT, y - _LINE + 6, seconds * scale, _LINE - 5, f"c{color}", f"{name}, {way}: {shown}")
+            drawing.text(_LEFT + seconds * scale + 6, y, shown, "small soft")
         y += 2 * _LINE
     return drawing.svg(y)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processor time of threads, from /proc: read from outside, so that the threads that are measured do nothing for it."""
+"""Processor time of threads, from /proc: read from outside, so that the measured threads do no work for it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def parent(pid: int, proc: Path = PROC) -> int:
 
 
 def spent(before: Times, after: Times) -> Times:
-    """What each thread took in between. One that began in between counts from its beginning."""
+    """The time of each thread between two readings. A thread that began in between counts from its beginning."""
     return {thread: seconds - before.get(thread, 0.0) for thread, seconds in after.items()}
 
 
@@ -49,7 +49,7 @@ _CONNECTOR = "NixlConnector's own"
 
 
 def group(name: str, process: str) -> str:
-    """What a thread is for, from its name: the engine's own threads, one by one those of a connector and of NIXL."""
+    """The purpose of a thread, from its name: the engine's own threads, one by one those of a connector and of NIXL."""
     if name == "MainThread":
         return f"the {process}'s own thread"
     if name.startswith(("kvhma-", "NIXL", "UCX")):
@@ -60,7 +60,7 @@ def group(name: str, process: str) -> str:
 
 
 def of_connector(label: str) -> bool:
-    """Whether a label of `by_group`, or that of `CALLS`, is of something that is there for the connector."""
+    """Whether a label of `by_group`, or that of `CALLS`, belongs to the connector."""
     what = label.partition(": ")[2]
     return what in (CALLS, _CONNECTOR) or what.startswith(("kvhma-", "NIXL", "UCX"))
 
@@ -71,7 +71,7 @@ def by_group(times: Times, roles: Mapping[int, str], names: Mapping[int, Mapping
     Args:
         times: of threads.
         roles: what each process is ("worker", "scheduler"); others are "front end".
-        names: of threads, by process; where there are none, the first thread of a process is told from the others.
+        names: of threads, by process; without names the first thread of a process is distinguished from the others.
     """
     found: dict[str, float] = defaultdict(float)
     for (pid, thread), seconds in times.items():

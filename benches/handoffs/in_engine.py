@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connectors that keep a record of what the engine asks them, loaded by `kv_connector_module_path`.
+"""Connectors that record the engine's calls, loaded by `kv_connector_module_path`.
 
-One module for both, so that both are recorded by the same code. It is the only place that knows methods by their names:
-vLLM's of a connector in `CALLS`, those that only a waterfall needs in `INSIDE`.
+One module for both, so that the same code records both. It is the only place that knows methods by their names: vLLM's
+methods of a connector in `CALLS`, those that only a waterfall needs in `INSIDE`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CALLS = (
     "build_connector_worker_meta",
     "has_pending_push_work",
 )
-"""What vLLM asks a connector in every step or for every request, on both of its sides; both sides count."""
+"""vLLM's calls of a connector in every step or for every request, on both of its sides; both sides count."""
 
 Told = Callable[[Any], bool]
 
@@ -77,7 +77,7 @@ def thread_ids() -> set[int]:
 
 
 class Recorded:
-    """Mixed into a connector: how long its calls took, by the clock and of the processor, and what came when."""
+    """Mixed into a connector: how long its calls took, by the clock and of the processor, and when each event came."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         _note_threads_of_backends()
@@ -86,7 +86,7 @@ class Recorded:
         self._bench_cpu: dict[int, float] = {}
         self._bench_events: list[tuple[str, str | None, float]] = []
         self._bench_ids: list[str] = []
-        # Found now: a name that has changed stops the engine at its start, not the run at its end.
+        # Looked up here: a renamed function stops the engine at its start, not the run at its end.
         self._bench_inside = inside(ours=isinstance(self, Ours))
         for name in CALLS:
             setattr(self, name, self._bench_timed(name, getattr(self, name)))
@@ -131,7 +131,7 @@ class Recorded:
             step["failed"] = list(result.failed_recving)
             self._bench_events += [("reported", one, ended) for one in result.finished_recving]
 
-    # --- what the process that measures calls -----------------------------------------------------------------
+    # --- calls from the measuring process --------------------------------------------------------------------
 
     def bench_take(self) -> dict[str, Any]:
         """Return the record since the last call."""
@@ -140,7 +140,7 @@ class Recorded:
         return taken
 
     def bench_watch(self) -> None:
-        """Record the stages of `INSIDE` too, from now on. Costs a little, so it is off while times are taken."""
+        """Record the stages of `INSIDE` too, from now on. It costs time, so it is off while times are measured."""
         for kind, name, stage, moment, told in self._bench_inside:
             setattr(kind, name, self._bench_stage(getattr(kind, name), stage, moment, told))
 
@@ -176,10 +176,10 @@ class KvhmaConnector(Recorded, Ours):
 
 
 class NixlConnector(Recorded, Upstream):
-    """VLLM's, as it is, or on even terms where `DELAY` is set: what it does to two cores is undone.
+    """VLLM's, as it is, or on even terms where `DELAY` is set: its handicaps on two cores are undone.
 
     Its progress thread then sleeps as long as ours, and its worker may use all cores again. On CPUs vLLM's connector
-    binds the worker's main thread, which computes, to the last core of each socket: P's and D's to the same one.
+    binds the worker's main thread, which computes, to the last core of each socket: P's and D's to the same core.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -193,10 +193,10 @@ class NixlConnector(Recorded, Upstream):
 
 @contextlib.contextmanager
 def progress_delay(microseconds: int) -> Iterator[None]:
-    """Let the progress threads of agents that are made meanwhile sleep so long while they have nothing to do.
+    """Make the progress threads of new agents sleep for this time while they are idle.
 
-    NIXL's Python API sets the delay to zero and makes the agent in one go; its binding is exchanged for one that sets
-    it once more in between.
+    NIXL's Python API sets the delay to zero and makes the agent in one call. So its binding is replaced by one that
+    sets the delay again in between.
     """
     names = importlib.import_module("nixl._api").nixl_agent.__init__.__globals__
     bindings = names["nixlBind"]
@@ -236,7 +236,7 @@ def ids_of_loads(metadata: Any) -> list[str]:
 
 
 def _note_threads_of_backends() -> None:
-    """Remember which threads NIXL's backends start; they have no names of their own."""
+    """Remember which threads NIXL's backends start; these threads have no names."""
     kind = importlib.import_module("nixl._api").nixl_agent
     create = kind.create_backend
     if hasattr(create, "noted"):

@@ -29,7 +29,7 @@ QUIET_SECONDS = 1.3
 """A worker of vLLM spins for a second after its last step: on few cores it would take them from the next turn."""
 
 AFTER_SECONDS = 0.03
-"""What a hand-off still costs after its last token, such as letting P go, counts for so long."""
+"""The work after the last token of a hand-off, such as releasing P's blocks, counts for this time."""
 
 SAME: dict[str, Any] = {
     # Room for a whole prompt in a step.
@@ -37,11 +37,11 @@ SAME: dict[str, Any] = {
     "kv_cache_memory_bytes": POOL_BYTES,
 }
 UNCACHED = ("nemotron_h", "deepseek_v2")
-"""Models without prefix hits on CPUs: engines that keep Mamba2's states end with the first request, and for MLA vLLM
-turns the prefix cache off."""
+"""Models without prefix hits on CPUs: engines with Mamba2's states end with the first request, and for MLA vLLM turns
+the prefix cache off."""
 
 ENV = {
-    # VLLM asks for these where its own connector is named, and only there.
+    # VLLM sets these only where its own connector is named.
     "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
     "UCX_RCACHE_MAX_UNRELEASED": "1024",
 }
@@ -49,17 +49,17 @@ ENV = {
 
 @dataclass(frozen=True)
 class Turn:
-    """Requests that were handed over at the same time; all times in seconds.
+    """Requests that were handed off at the same time; all times in seconds.
 
     Attributes:
         loads: from the call that orders a load to the end of the call that reports it, of each request.
         first_tokens: as D's client sees it, of each request.
         after: from the first token to the end of the answer, one token later.
         prefills: time to the first token of P, which gives one.
-        calls: what the connector took of each of D's steps between the first order and the last report.
+        calls: the connector's time in each of D's steps between the first order and the last report.
         gaps: from step to step of D, meanwhile.
         quiet: the same of steps before.
-        quiet_calls: what the connector took of each of those.
+        quiet_calls: the connector's time in each of those.
         processor: processor time of a request, by engine, process and group of threads.
         stages: when each stage was reached, if there was one request.
     """
@@ -103,8 +103,8 @@ class Watched:
     """An engine whose threads are counted.
 
     Attributes:
-        engine: it.
-        recorded: whether it has a connector, which keeps a record.
+        engine: the engine.
+        recorded: whether it has a connector, which records its calls.
     """
 
     engine: Engine
@@ -113,7 +113,7 @@ class Watched:
     _pids: list[int] = field(default_factory=list)
 
     def roles(self) -> dict[int, str]:
-        """What its processes are."""
+        """The roles of its processes."""
         if not self._roles:
             worker = self.engine.rpc("e2e_census")[0]["pid"]
             self._roles = {worker: "worker", cpu.parent(worker): "scheduler"}
@@ -138,7 +138,7 @@ class Watched:
         return [self.engine.rpc("e2e_connector", method)[0], self.engine.core("e2e_connector", method)]
 
     def spent(self, since: Moment, until: Moment, records: list[dict[str, Any]]) -> dict[str, float]:
-        """Seconds that its threads took in between, by process and purpose, and within calls of its connector."""
+        """Seconds of its threads between two readings, by process and purpose, and within calls of its connector."""
         told = self.ask_both("bench_process")
         names = {one["pid"]: {int(thread): name for thread, name in one["threads"].items()} for one in told}
         found = cpu.by_group(cpu.spent(since.times, until.times), self.roles(), names)
@@ -148,7 +148,7 @@ class Watched:
         return found
 
     def set_up(self) -> dict[str, Any]:
-        """What of its configuration could differ between connectors."""
+        """The parts of its configuration that could differ between connectors."""
         groups = self.engine.rpc("e2e_groups")[0]
         kinds = Counter(f"{one['kind']} of {one['block_size']}, {one['page_bytes']} B" for one in groups)
         found: dict[str, Any] = {
@@ -168,7 +168,7 @@ class Pair:
     d: Watched
 
     def begin(self) -> None:
-        """Compute something in both, so that the first hand-off is the first of nothing but that."""
+        """Compute a prompt in both, so that the first hand-off has no other first-time work."""
         for one in {id(side): side for side in (self.p, self.d)}.values():
             for prompt in prompts("warm", [40, 301, 40]):
                 firsts(ask(one.engine, [prompt], 4))
@@ -177,14 +177,14 @@ class Pair:
             one.ask_both("bench_take")
 
     def turn(self, asked: list[list[int]], *, beside: int = 0) -> Turn:
-        """Hand prompts over at the same time, `beside` an answer of so many tokens that D is giving."""
+        """Hand off prompts at the same time, `beside` an answer of this many tokens that D is generating."""
         p, d = self.p, self.d
         idle = p.moment()
         told = ask(p.engine, asked, 1, kv_transfer_params=REMOTE_DECODE)
         params = [sound(answer.result(120)).kv_transfer_params for answer in told]
         prefilled = p.moment()
         taken = {"P, prefill": p.ask_both("bench_take")}
-        d.ask_both("bench_take")  # a question wakes a worker, so it comes before the pause
+        d.ask_both("bench_take")  # a call wakes a worker, so it comes before the pause
         time.sleep(QUIET_SECONDS)
         other = ask(d.engine, prompts("beside", [40]), beside, request_id="beside") if beside else []
         if other:
@@ -216,11 +216,11 @@ class Pair:
         return summary(taken["D"], answers, firsts(told), processor)
 
     def keep(self, prompt: list[int], seconds: float, after: float) -> tuple[float, dict[str, float]]:
-        """Let P keep a prompt's cache, then D read it; without a connector there is nothing to keep.
+        """Let P hold a prompt's cache, then D read it; without a connector there is nothing to hold.
 
         Returns:
-            Steps that P's worker makes in a second, and the processor time that P takes in a second of it and in the
-            time `after` it was read.
+            Steps that P's worker makes in a second, and P's processor time in a second of it and in the time `after`
+            the read.
         """
         p, d = self.p, self.d
         (told,) = ask(p.engine, [prompt], 1, **({"kv_transfer_params": REMOTE_DECODE} if p.recorded else {}))
@@ -255,8 +255,8 @@ class Pair:
     def hit(self, asked: list[list[int]]) -> list[float]:
         """First tokens of prompts that D has in its own prefix cache but for one token.
 
-        They are cut to end one token behind what can be a hit: D computes one token, as after a hand-off. D computes
-        them itself before: of a state a hand-off leaves the last one only, which is no hit.
+        They are cut to end one token after the possible hit: D computes one token, as after a hand-off. D computes them
+        itself before: a hand-off leaves only the last state, which is no hit.
         """
         engine = self.d.engine
         hit = self.hit_tokens(len(asked[0]))
@@ -283,7 +283,7 @@ class Pair:
 
 
 def processor_times(phases: dict[str, dict[str, float]], requests: int) -> dict[str, float]:
-    """Seconds of a request, by phase, process and group of threads; sums of all, and of what a connector adds."""
+    """Seconds of a request, by phase, process and group of threads; sums of all, and of a connector's share."""
     found: dict[str, float] = {}
     for phase, groups in phases.items():
         threads = {label: seconds for label, seconds in groups.items() if not label.endswith(cpu.CALLS)}
@@ -331,7 +331,7 @@ def summary(
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs of engines by their connector. Those that do not take their turn are stopped: they share the cores."""
+    """Pairs of engines by their connector. The pairs that do not run now are stopped: they share the cores."""
 
     pairs: dict[str, Pair]
 
@@ -353,7 +353,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where engines come from, and how often each measure is taken."""
+    """The source of engines, and how often each measure is taken."""
 
     zygote: Zygote
     folder: Path

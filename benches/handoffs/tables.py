@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows with a column for each connector and floor, and the ratios of what was measured in the same round."""
+"""Rows with a column for each connector and floor, and the ratios of measurements of the same round."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def table(title: str, rows: Iterable[Row], columns: Sequence[str] = (OURS, THEIR
 
 
 def rotated(columns: Sequence[str], number: int) -> list[str]:
-    """Whose turn it is in a round: each comes first equally often, and every other round runs backwards."""
+    """The order in a round: each comes first equally often, and every other round runs backwards."""
     start = number // 2 % len(columns)
     order = [*columns[start:], *columns[:start]]
     return order[::-1] if number % 2 else order

@@ -11,8 +11,7 @@ from kvhma.cli.svg import COLUMN, Drawing
 STAGES = (
     "sent", "added", "ordered", "planned", "posted", "read", "checked", "reported", "scheduled", "first token"
 )  # fmt: skip
-"""From D's front end sending the request to its engine to its first token there. vLLM's connector checks
-nothing."""
+"""From D's front end sending the request to its engine to its first token there. vLLM's connector checks nothing."""
 
 _LEFT, _RIGHT, _LINE = 110, 120, 16
 

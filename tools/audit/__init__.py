@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records what vLLM's NixlConnector asks of NIXL, and has it judged: ``make audit``, docs/audit.md."""
+"""Records what vLLM's NixlConnector asks of NIXL, and judges it: ``make audit``, docs/audit.md."""

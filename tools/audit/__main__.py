@@ -23,7 +23,7 @@ from audit.grid import Row, grid
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the rows that are asked for."""
+    """Run the selected rows."""
     parser = argparse.ArgumentParser(prog="audit", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose name has this in it")
     parser.add_argument("--list", action="store_true", help="print the names of the rows")
@@ -41,11 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(rows: Sequence[Row], folder: Path | None, results: Path | None) -> int:
     """Record and judge some rows; write their traces and the table."""
-    # What vLLM imports is imported once the environment is as it has to be.
+    # Import vLLM only after the environment is set.
     from audit.verdicts import judged, lines, table
 
     warnings.simplefilter("ignore")
-    # Servers and sockets of a connector speak when they are closed. Why a load fails is heard where it is said.
+    # Servers and sockets of a connector log when they are closed. Causes of failed loads are collected elsewhere.
     logging.disable(logging.CRITICAL)
     found = []
     for number, row in enumerate(rows, 1):

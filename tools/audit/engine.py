@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine without a forward pass: vLLM's scheduler, block pool, caches and connector, and nothing that computes.
+"""An engine without a forward pass: vLLM's scheduler, block pool, caches and connector, without any computation.
 
-Model classes are vLLM's own, without weights; one process has all ranks. What a rank is, vLLM asks of its
-tensor-parallel group, which says another rank in turn.
+Model classes are vLLM's own, without weights. One process has all ranks: vLLM asks its tensor-parallel group for the
+rank, and the group returns each rank in turn.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ CONNECTORS: dict[str, tuple[str, Any]] = {
     "push": ("NixlPushConnector", NixlPushConnectorWorker),
     "mooncake": ("MooncakeConnector", MooncakeConnectorWorker),
 }
-"""vLLM's connectors by a short name: what a configuration calls them, and their half in a worker."""
+"""vLLM's connectors by a short name: the name in a configuration, and the class of their half in a worker."""
 
 PORTS = {"kv_producer": 5601, "kv_consumer": 5602}
 _SECONDS = 60
-"""Until a load that neither ends nor fails is given up."""
+"""Timeout of a load that neither ends nor fails."""
 _SAMPLED = 7
 """The token that every step samples."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What an engine is made of.
+    """How an engine is configured.
 
     Attributes:
         model: its ``config.json``, as JSON.
@@ -170,7 +170,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class _AttentionGroup:
-    """What vLLM looks at when it chooses kernel blocks."""
+    """The fields that vLLM reads when it chooses kernel blocks."""
 
     backend: Any
     kv_cache_spec: Any
@@ -185,7 +185,7 @@ class Engine:
     """vLLM's scheduler with its half of the connector, and all ranks.
 
     Args:
-        shape: what it is made of.
+        shape: the engine's configuration.
         role: ``kv_role``.
     """
 
@@ -203,7 +203,7 @@ class Engine:
             config, self.caches, StructuredOutputManager(config), block_size=block_size, hash_block_size=hash_size
         )
         self.connector: Any = self.scheduler.connector
-        # Engines of one process are told apart by it.
+        # It distinguishes the engines of one process.
         self.port = self.connector.connector_scheduler.side_channel_port = PORTS[role]
         self.done: list[Any] = []
 
@@ -216,7 +216,7 @@ class Engine:
         return request
 
     def settle(self, output: Any, received: set[str] = frozenset(), failed: set[str] = frozenset()) -> list[Any]:  # type: ignore[assignment]
-        """Say that a step has been computed; return what it answers."""
+        """Report a step as computed; return its answers."""
         names = list(output.num_scheduled_tokens)
         known = self.scheduler.requests
         sampled = [[_SAMPLED] if known[name].num_computed_tokens >= known[name].num_tokens else [] for name in names]
@@ -244,7 +244,7 @@ class Engine:
         return [list(ids) for ids in self.scheduler.kv_cache_manager.get_block_ids(name)]
 
     def close(self) -> None:
-        """Let the threads of its workers end."""
+        """Let its workers' threads end."""
         for rank in self.ranks:
             if self.shape.connector == "mooncake":
                 mooncake.close(rank.worker)
@@ -255,7 +255,7 @@ class Engine:
                 rank.worker._push_writer_wake.set()
 
     def hellos(self) -> dict[tuple[int, int], bytes]:
-        """Return what the connector's scheduler answers to a handshake, by pipeline stage and rank."""
+        """Return the answer of the connector's scheduler to a handshake, by pipeline stage and rank."""
         encoder = msgspec.msgpack.Encoder()
         return {(0, at): encoder.encode(rank.worker.xfer_handshake_metadata) for at, rank in enumerate(self.ranks)}
 
@@ -279,7 +279,7 @@ class _Socket:
 
 @contextmanager
 def answering(*engines: Engine) -> Iterator[None]:
-    """Let workers shake hands with the ranks of some engines."""
+    """Let workers do the handshake with the ranks of some engines."""
     by_port = {str(engine.port): engine for engine in engines}
 
     @contextmanager
@@ -305,17 +305,17 @@ def _errors_of(ranks: Sequence[Rank]) -> Iterator[list[BaseException]]:
 def _watched(errors: list[BaseException], logged: Callable[..., None], *arguments: Any, **more: Any) -> None:
     error = more.get("error")
     if error is None:
-        # Mooncake's gives the requests, those of them that failed, and why.
+        # Mooncake's result has the requests, those that failed, and why.
         error = RuntimeError(arguments[2] if len(arguments) == 3 else f"{arguments} {more}")
     errors.append(error)
     logged(*arguments, **more)
 
 
 def load(decode: Engine, prefill: Engine, metadata: Any) -> dict[int, BaseException]:
-    """Let all ranks of D load what a step orders; with connectors by which P writes, P's ranks take part.
+    """Let all ranks of D load what a step requests; with connectors by which P writes, P's ranks step too.
 
     Returns:
-        By rank of D, why a load failed. What fails on P fails on all ranks.
+        By rank of D, why a load failed. A failure on P fails on all ranks.
     """
     if decode.shape.connector != "pull":
         return _pushed(decode, prefill, metadata)
@@ -342,7 +342,7 @@ def _pushed(decode: Engine, prefill: Engine, metadata: Any) -> dict[int, BaseExc
 
 
 def _raised(errors: list[BaseException]) -> Callable[..., None]:
-    """Return what collects an exception where a thread goes on after it."""
+    """Return a context that collects an exception where a thread continues after it."""
 
     def watch(*_: Any) -> None:
         error = sys.exc_info()[1]
@@ -352,7 +352,7 @@ def _raised(errors: list[BaseException]) -> Callable[..., None]:
 
 
 def _do(errors: list[BaseException], what: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a worker answers. What it raises is why the load fails."""
+    """Return a worker's answer. An exception is the cause of the load's failure."""
     try:
         return what(*arguments)
     except Exception as error:
@@ -363,7 +363,7 @@ def _do(errors: list[BaseException], what: Callable[..., Any], *arguments: Any) 
 def _poll(
     waiting: Sequence[Rank], nothing: Callable[[], Any], errors: list[BaseException], others: Sequence[Rank] = ()
 ) -> None:
-    """Go on, with orders of nothing, until some ranks have received, or one has failed."""
+    """Continue with empty steps until some ranks have received, or one has failed."""
     left = list(waiting)
     ends = time.monotonic() + _SECONDS
     while left and not errors:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is audited: each row is a request between two engines, and has a name by which it is run again."""
+"""The grid of the audit: each row is a request between two engines, with a name to run it again."""
 
 from __future__ import annotations
 
@@ -31,24 +31,26 @@ WITH_WINDOW = ("gemma3", "gemma4", "gpt_oss")
 RANKS = ((1, 1), (2, 2), (1, 2), (2, 1), (2, 4), (4, 2))
 """Tensor-parallel sizes of P and D."""
 MOST_RANKS = {"qwen3_next": 2, "gpt_oss": 2, "nemotron_h_2": 2}
-"""Of models that cannot be shared out over more."""
+"""For models that cannot be divided over more ranks."""
 BLOCKS = ((16, 16), (16, 32), (32, 16))
 LENGTHS = (300, 303, 320)
-"""Of a window of 64 tokens and blocks of 16: begins inside of a block; at a block, and the last token's one block
-earlier; and ends with one."""
+"""For a window of 64 tokens and blocks of 16.
+
+The window begins inside of a block; at a block, with the last token's window one block earlier; and ends with a block.
+"""
 HITS = (0, 128)
 FEWER = {"mooncake": (RANKS[:1] + RANKS[2:4], BLOCKS[:1], LENGTHS[:2])}
-"""Ranks, blocks and lengths that a connector is asked for, if not for all: Mooncake's rows start servers."""
+"""Ranks, blocks and lengths for connectors that do not run all: Mooncake's rows start servers."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A request, by what differs.
+    """A request, by the parameters that differ.
 
     Attributes:
         model: name of the model.
         ranks: of P and D.
-        blocks: tokens of a block of P and D; 0 where a state decides it.
+        blocks: tokens of a block of P and D; 0 where a state determines it.
         hit: tokens that D has in its prefix cache.
         prompt: tokens of the prompt.
         connector: one of :data:`CONNECTORS`.
@@ -69,7 +71,7 @@ class Row:
         return f"{first}{self.model}/tp{self.ranks[0]}-{self.ranks[1]}/{blocks}/hit{self.hit}/{self.prompt}"
 
     def pool(self, block: int) -> int:
-        """Return how many blocks a pool needs, so that what is simulated stays small."""
+        """Return how many blocks a pool needs, so that the simulated memory stays small."""
         if not block:
             return 24
         groups = 7 if self.model in WITH_WINDOW else 1
@@ -95,6 +97,6 @@ def grid() -> Iterator[Row]:
         for ranks, sizes, prompt in itertools.product(all_ranks, blocks, lengths):
             if max(ranks) > MOST_RANKS.get(model, 4):
                 continue
-            # A state is in the prefix cache at the ends of blocks only, of which a prompt like these has few.
+            # A state is in the prefix cache only at the ends of blocks, and a short prompt has few ends.
             for hit in (0,) if model in WITH_STATE else HITS:
                 yield Row(model, ranks, sizes, hit, prompt, connector)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In the place of Mooncake's transfer engine: keeps what is asked, and refuses what is not registered. No byte moves.
+"""Replaces Mooncake's transfer engine: records each transfer, and refuses unregistered memory. No byte moves.
 
-vLLM's connector around it is whole: P's bootstrap server, and the sockets by which D's ranks ask P's for a request.
+vLLM's connector around it is complete: P's bootstrap server, and the sockets by which D's ranks ask P's for a request.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from audit.nixl import Posted, outside
 
 _REFUSED = -1
 _SECONDS = 60
-"""Until threads that do not end are given up."""
+"""Timeout of threads that do not end."""
 
 
 class RecordingEngine:
     """What vLLM's connector uses of Mooncake's ``TransferEngine``."""
 
     made: dict[str, RecordingEngine] = {}  # noqa: RUF012 - engines know each other by name, as processes do
-    """Every engine of this process, by the session that others name."""
+    """Every engine of this process, by the session that peers name."""
 
     def __init__(self) -> None:
         """Know no memory yet."""
@@ -61,7 +61,7 @@ class RecordingEngine:
 
 
 def close(worker: Any) -> None:
-    """End a worker's threads, then its sockets. Its own way waits for the sockets first, which its threads hold."""
+    """End a worker's threads, then its sockets. vLLM itself waits for the sockets first, which its threads hold."""
     for loop, thread in (("sender_loop", "_sender_listener_t"), ("receiver_loop", "_mooncake_receiver_t")):
         if hasattr(worker, loop):
             asyncio.run_coroutine_threadsafe(_cancel(), getattr(worker, loop)).result(_SECONDS)
@@ -89,7 +89,7 @@ def bootstrap_port() -> int:
 
 @contextmanager
 def recorded_mooncake() -> Iterator[None]:
-    """Let vLLM's workers that are made meanwhile have recording engines, and this machine's own address."""
+    """Make vLLM's new workers use recording engines, and this machine's own address."""
     from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector
 
     RecordingEngine.made.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In the place of a NIXL agent: keeps what is asked, and refuses what NIXL refuses. No byte moves."""
+"""Replaces a NIXL agent: records each transfer, and refuses what NIXL refuses. No byte moves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOCAL = "NIXL_INIT_AGENT"
 
 
 class NixlError(Exception):
-    """What NIXL would have refused, under NIXL's own name for it."""
+    """An error that NIXL would raise, under NIXL's name for it."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Posted:
 
     Attributes:
         operation: ``READ`` or ``WRITE``.
-        asked: who posted it.
+        asked: the agent that posted it.
         agent: the other side.
         local: rows on this side.
         remote: rows on the other side, as many.
@@ -51,7 +51,7 @@ class Posted:
 
     @property
     def ends(self) -> tuple[str, str, Rows, Rows]:
-        """Who is read and who is written, and the rows of both."""
+        """Which agent is read and which is written, and the rows of both."""
         if self.operation == "READ":
             return self.agent, self.asked, self.remote, self.local
         return self.asked, self.agent, self.local, self.remote
@@ -62,14 +62,14 @@ class RecordingAgent:
 
     Args:
         name: of the agent.
-        config: not looked at.
+        config: ignored.
     """
 
     made: dict[str, RecordingAgent] = {}  # noqa: RUF012 - agents know each other by name, as processes do
     """Every agent of this process."""
 
     def __init__(self, name: str, config: Any = None) -> None:
-        """Be known to the others."""
+        """Register with the other agents."""
         self.name = name
         self.registered: list[tuple[int, int]] = []
         self.posted: list[Posted] = []
@@ -164,7 +164,7 @@ class RecordingAgent:
 
 
 def outside(registered: list[tuple[int, int]], rows: Rows) -> NDArray[np.int64]:
-    """Return which rows of address and length are in no memory that was registered."""
+    """Return which rows of address and length are in no registered memory."""
     ends = rows[:, 0] + rows[:, 1]
     inside = np.zeros(len(rows), bool)
     for low, high in registered:
@@ -173,7 +173,7 @@ def outside(registered: list[tuple[int, int]], rows: Rows) -> NDArray[np.int64]:
 
 
 def _written_out(rows: Rows) -> Rows:
-    """Return rows of address, length and device; since vLLM 0.33 they come with a stride and how many there are."""
+    """Return rows of address, length and device; since vLLM 0.33 they come with a stride and a count."""
     if rows.ndim != 2 or rows.shape[1] != 5:
         return rows.reshape(-1, 3)
     counts = rows[:, 4].astype(np.int64)
@@ -185,7 +185,7 @@ def _written_out(rows: Rows) -> Rows:
 
 @contextmanager
 def recorded() -> Iterator[None]:
-    """Let vLLM's workers that are made meanwhile have recording agents."""
+    """Make vLLM's new workers use recording agents."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 
     RecordingAgent.made.clear()

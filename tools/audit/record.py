@@ -25,10 +25,10 @@ from kvhma.oracle.traces import Step, Trace, TracedRequest
 from kvhma.vllm.formats import transferred_groups
 
 NAME = "r"
-"""Of the request, on both sides: P and D of the connector that pushes find each other by it."""
+"""The request's name on both sides: P and D of the connector that pushes find each other by it."""
 
 PLANES = 4
-"""Bytes of the number by which a byte of D is followed through what D does itself."""
+"""Bytes of the number that identifies a byte of D while D moves it."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Asked:
 
 @dataclass
 class _Handed:
-    """What is known of a request on its way.
+    """The state of a request on its way.
 
     Attributes:
-        params: what P's scheduler gave to D.
-        remote_tables: P's blocks by group, when it had ended.
+        params: the parameters from P's scheduler for D.
+        remote_tables: P's blocks by group, at its end.
         remote_tokens: tokens that P has computed.
     """
 
@@ -64,9 +64,9 @@ class _Handed:
 
 
 def record(asked: Asked) -> Trace:
-    """Hand one request over, and return what was asked of NIXL.
+    """Hand off one request, and return the transfers that NIXL was asked for.
 
-    What vLLM or NIXL refuses is in the trace, as refused by the rank that did.
+    A refusal by vLLM or NIXL is in the trace, with its rank.
     """
     with recorded(), recorded_mooncake():
         prefill, decode = Engine(asked.prefill, "kv_producer"), Engine(asked.decode, "kv_consumer")
@@ -96,11 +96,11 @@ def _prefill(engine: Engine, prompt: list[int]) -> _Handed:
     engine.connector.request_finished_all_groups = watch
     request = engine.add(NAME, prompt, 1, {"do_remote_decode": True, "transfer_id": NAME})
     answer = engine.run(NAME)
-    # Mooncake's says nothing: a proxy tells D where P is.
+    # Mooncake's scheduler returns nothing: a proxy gives D the address of P.
     where = f"http://127.0.0.1:{os.environ['VLLM_MOONCAKE_BOOTSTRAP_PORT']}"
     told = {"do_remote_prefill": True, "remote_engine_id": "kv_producer", "remote_bootstrap_addr": where}
     params = answer.kv_transfer_params or told | {"transfer_id": NAME}
-    # What is done with its blocks is ordered by the next step.
+    # The next step orders what is done with its blocks.
     engine.done.append(engine.scheduler.schedule().kv_connector_metadata)
     return _Handed(params, found[0], request.num_computed_tokens)
 
@@ -138,7 +138,7 @@ def _resumed(engine: Engine, request: Any) -> int:
 
 
 def _said(error: BaseException) -> str:
-    """Return an error in one line; where it was raised if it says nothing more."""
+    """Return an error in one line, with its place if the error has no text."""
     text = " ".join(str(error).split())
     if not text and (frames := traceback.extract_tb(error.__traceback__)):
         text = f"in {frames[-1].name} of {Path(frames[-1].filename).name}"
@@ -146,9 +146,9 @@ def _said(error: BaseException) -> str:
 
 
 def _load(decode: Engine, prefill: Engine, metadata: Any) -> tuple[dict[int, list[Step]], dict[int, str]]:
-    """Load on all ranks of D; return what was asked of NIXL and what D did to its memory, or why there was nothing."""
+    """Load on all ranks of D; return the transfers and what D did to its memory, or why there was nothing."""
     memory = [region for rank in decode.ranks for region in rank.memory()]
-    # No two neighbours are alike for long: what only moves is seen as well.
+    # No two neighbours are alike for long, so a move is visible as well.
     noise = [torch.randint(1, 256, region.shape, dtype=torch.uint8) for region in memory]
     for region, before in zip(memory, noise, strict=True):
         region.copy_(before)
@@ -163,7 +163,7 @@ def _load(decode: Engine, prefill: Engine, metadata: Any) -> tuple[dict[int, lis
 
 
 def _transfers(decode: Engine, prefill: Engine) -> dict[int, list[Step]]:
-    """Return what was posted, by rank of D that is written to."""
+    """Return the posted transfers, by rank of D that is written to."""
     sources = {rank.agent.name: at for at, rank in enumerate(prefill.ranks)}
     targets = {rank.agent.name: at for at, rank in enumerate(decode.ranks)}
     steps: dict[int, list[Step]] = {at: [] for at in targets.values()}
@@ -176,10 +176,10 @@ def _transfers(decode: Engine, prefill: Engine) -> dict[int, list[Step]]:
 
 
 def _afterwards(decode: Engine, prefill: Engine, metadata: Any) -> list[list[Step]]:
-    """Return what each rank of D does to its own memory when all has arrived.
+    """Return what each rank of D does to its own memory when everything has arrived.
 
-    Its memory is filled with the number of each byte, one byte of the numbers after the other, and looked at after
-    each time. What is zero then was zeroed, what has another number was moved.
+    Its memory is filled with the number of each byte, one byte of the numbers after the other, and read after each
+    time. A byte that is zero then was zeroed, a byte with another number was moved.
     """
     memory = [rank.memory() for rank in decode.ranks]
     numbers = [np.arange(1, 1 + sum(region.numel() for region in own), dtype=np.int64) for own in memory]
@@ -199,7 +199,7 @@ def _afterwards(decode: Engine, prefill: Engine, metadata: Any) -> list[list[Ste
 
 
 def _moved(geometry: Geometry, numbers: Ints, found: Ints) -> list[Step]:
-    """Return the steps that make of each byte's number what was found there."""
+    """Return the steps that turn each byte's number into the number that was found there."""
     moved, zeroed = (found != numbers) & (found != 0), found == 0
     addresses = np.concatenate([region.base + np.arange(region.bytes, dtype=np.uint64) for region in geometry.regions])
     steps = []
@@ -213,7 +213,7 @@ def _moved(geometry: Geometry, numbers: Ints, found: Ints) -> list[Step]:
 
 
 def _runs(rows: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Join rows whose addresses go on in the next row."""
+    """Join rows whose addresses continue in the next row."""
     first = np.ones(len(rows), bool)
     first[1:] = np.any(rows[:-1, :-1] + rows[:-1, -1:] != rows[1:, :-1], axis=1)
     starts = np.flatnonzero(first)
@@ -242,14 +242,14 @@ def _span(engine: Engine, index: int, group: Any, table: list[int], tokens: int)
 
 
 def _state_entry(spec: Any, tokens: int) -> int:
-    """Return where in the block table the state after some tokens is: vLLM moves on with the tokens in one mode."""
+    """Return where in the block table the state after some tokens is: in one mode vLLM moves it with the tokens."""
     return (tokens - 1) // spec.block_size if spec.mamba_cache_mode != "none" else 0
 
 
 def _local_spans(
     engine: Engine, tables: list[list[int]], tokens: int, hits: list[list[bool]]
 ) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-    """Return D's blocks to fill, and those it began with."""
+    """Return D's blocks to fill, and the blocks that it began with."""
     local, cached = [], []
     for index, group in _groups(engine):
         span = _span(engine, index, group, tables[index], tokens)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verdict on a row, and the table of all of them."""
+"""The verdict on a row, and the table of all verdicts."""
 
 from __future__ import annotations
 
@@ -24,29 +24,36 @@ OUTCOMES = ("right", "wrong", "refused", "no engine")
 HEAD = """\
 # What was audited: {connector} of vLLM {vllm}
 
-For whoever asks what an audit found. Written by `make audit`; [Audit](audit.md) says how, what the words mean, and how
-to object. Connector: `{connector}` of vLLM {vllm}, by which {who}. Judged by kvhma {kvhma}. Each row is run again by
-its name:
+For engineers who ask what an audit found. Written by `make audit`; [Audit](audit.md) defines the words, and describes
+how to object. Connector: `{connector}` of vLLM {vllm}, by which {who}. Judged by kvhma {kvhma}. Run a row again by its
+name:
 
 ```sh
 make audit ROW={example}
 ```
 
-The name has the model, the tensor-parallel sizes of P and D, the tokens of a block of P and of D (where a state decides
-them, nothing), the tokens that D has in its prefix cache, and those of the prompt. Descriptors are those that the
-connector asks {engine} for, all ranks of D together, and how many are left if neighbours on both sides are joined.
+The name has these parts:
+
+* the model,
+* the tensor-parallel sizes of P and D,
+* the tokens of a block of P and of D, left out where a state determines them,
+* the tokens that D has in its prefix cache,
+* the tokens of the prompt.
+
+*Descriptors* are those that the connector asks {engine} for, for all ranks of D together. *Joined* is how many are left
+if neighbours on both sides are joined.
 """
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a row.
+    """The result of a row.
 
     Attributes:
         row: the row.
         outcome: ``right``, ``wrong``, ``refused``, or ``no engine`` if vLLM makes no engine like that.
         text: why, in one line.
-        ranks: what was found on each rank of D; empty if it was not judged.
+        ranks: the judgements of each rank of D; empty if the row was not judged.
     """
 
     row: Row
@@ -60,7 +67,7 @@ def judged(row: Row, folder: Path | None = None) -> Verdict:
 
     Args:
         row: the row.
-        folder: where its trace is written; None for nowhere.
+        folder: where its trace is written; None for no trace.
     """
     p, d = (
         Shape(row.form, tp_size=ranks, block_size=block, num_blocks=row.pool(block), connector=row.connector)
@@ -89,7 +96,7 @@ def _line(text: str) -> str:
 
 
 def lines(found: Sequence[Verdict]) -> str:
-    """Return what came of each row as JSON lines, for the page that compares versions."""
+    """Return the result of each row as JSON lines, for the page that compares versions."""
     forms = ({"row": one.row.name, "verdict": one.outcome, "text": one.text, "numbers": _numbers(one)} for one in found)
     return "".join(json.dumps(form) + "\n" for form in forms)
 
@@ -143,7 +150,7 @@ def _general(text: str) -> str:
 
 
 def _numbers(one: Verdict) -> tuple[str, ...]:
-    """Return what all ranks of D together post, and what kvhma's plans do for the same."""
+    """Return what all ranks of D together post, and what kvhma's plans post for the same request."""
     if not one.ranks or any(rank.outcome == "refused" for rank in one.ranks):
         return ("", "", "", "", "")
     planned = [rank.planned for rank in one.ranks if rank.planned is not None and not rank.planned.refusal]

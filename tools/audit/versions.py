@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the page of what differs between versions of vLLM, from the verdicts that `make audit` has left.
+"""Write the page of the differences between versions of vLLM, from the verdicts of `make audit`.
 
 PYTHONPATH=tools python -m audit.versions .reports > docs/audit-results-versions.md
 """
@@ -16,9 +16,9 @@ from typing import Any
 HEAD = """\
 # What was audited: versions of vLLM
 
-For whoever runs another version. Written by `python -m audit.versions` from what `make audit VLLM=..` has found;
-[Audit](audit.md) says how. The same rows were asked of each version: {rows} of {connectors}. What is not
-named here came out alike: the same verdict, as many descriptors and bytes.
+For engineers who run another version. Written by `python -m audit.versions` from the verdicts of `make audit VLLM=..`;
+[Audit](audit.md) says how. Each version ran the same rows: {rows} of {connectors}. Rows that are not
+named here have the same verdict, and as many descriptors and bytes.
 
 | version | right | wrong | refused |
 |---|---:|---:|---:|
@@ -28,7 +28,7 @@ Found = dict[str, Any]
 
 
 def read(folder: Path) -> dict[str, dict[str, Found]]:
-    """Return by version what came of each row: the lines of ``VERSION/audit/verdicts.jsonl``."""
+    """Return by version the result of each row: the lines of ``VERSION/audit/verdicts.jsonl``."""
     found = {}
     for path in sorted(folder.glob("*/audit/verdicts.jsonl")):
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -72,7 +72,7 @@ def _general(one: Found) -> tuple[str, str]:
 
 def _cell(one: Found) -> str:
     text = one["text"].replace("|", "\\|").removeprefix("wrong: ")
-    text = re.sub(r"(model\.[\w./]+|\[[-\d, ]+\])", r"`\1`", text)  # what is long may be cut, as code
+    text = re.sub(r"(model\.[\w./]+|\[[-\d, ]+\])", r"`\1`", text)  # long parts may be cut, as code
     numbers = f"{one['numbers'][0]} descriptors, {one['numbers'][3]} bytes" if one["numbers"][0] else ""
     return ": ".join(filter(None, (one["verdict"], text or numbers)))
 
