@@ -48,7 +48,7 @@ fn equal(layers: usize, blocks: u64) -> Plan {
     Plan::new(side(1 << 20), vec![side(1 << 44)], OPTIONS).expect("equal geometries pair")
 }
 
-/// Ids in no order that helps: neighbours are never neighbours.
+/// Ids in an unhelpful order: neighbours in the list are never neighbours in memory.
 fn scattered(count: u64, step: u64) -> Vec<Span> {
     vec![Span { first: 0, ids: (0..count).map(|i| (1 + i * step % 8209) as i64).collect() }]
 }

@@ -4,7 +4,7 @@
 
     python runner.py --command './my_planner'      # a case as JSON on stdin, an answer as JSON lines on stdout.
     python runner.py --python my_module:answer     # a function from the case to an iterable of the same objects.
-    python runner.py --verify                      # only the cases: are digests and runs what bytes and labels say?
+    python runner.py --verify                      # only the cases: do digests and runs agree with bytes and labels?
 
 An answer is any number of these, in any order. Zeroing is done first, then copying.
 
@@ -472,13 +472,13 @@ def arguments(words: Optional[Sequence[str]]) -> argparse.Namespace:
     what.add_argument("--python", metavar="MODULE:FUNCTION", help="answers a case with an iterable of objects")
     what.add_argument("--verify", action="store_true", help="check the cases themselves")
     what.add_argument("--list", action="store_true", help="list the cases")
-    what.add_argument("--show", action="store_true", help="print cases with what is expected")
+    what.add_argument("--show", action="store_true", help="print cases with their expected results")
     parser.add_argument("--cases", type=Path, default=CASES, help="JSON lines, .gz or not (beside this file)")
     parser.add_argument("--axis", action="append", help="only cases of this axis; may be given again")
     parser.add_argument("--id", action="append", help="only this case; may be given again")
-    parser.add_argument("--needed", action="store_true", help="what has to be zero may hold anything")
+    parser.add_argument("--needed", action="store_true", help="bytes that have to be zero may hold anything")
     parser.add_argument("--codes", action="store_true", help="a refusal has to give an expected reason")
-    parser.add_argument("--complete", action="store_true", help="a refusal of what has an answer is wrong")
+    parser.add_argument("--complete", action="store_true", help="a refusal of a case that has an answer is wrong")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds a command may take for a case (60)")
     parser.add_argument("--junit", type=Path, help="also write JUnit XML")
     return parser.parse_args(words)
@@ -495,7 +495,7 @@ def look(entries: Sequence[Case], options: argparse.Namespace) -> int:
         elif fault := verify(entry):
             faults.append(f"{entry['id']}: {fault}")
     if options.verify:
-        print("\n".join(faults or [f"{len(entries)} cases are what they say"]))
+        print("\n".join(faults or [f"{len(entries)} cases are consistent"]))
     return 1 if faults else 0
 
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The decode engine: MODEL and more options of `vllm serve` as arguments. Requests whose cache cannot be loaded are
-# computed here instead of failing. With --enable-prompt-tokens-details the proxy sees which these are.
-# PORT, SIDE_HOST, SIDE_PORT and SECRET_FILE as in prefill.sh. ALLOWED is a JSON list of the prefill engines that it may
-# read from, e.g. '["10.0.0.7:5600"]'; without it any.
+# The decode engine: MODEL and more options of `vllm serve` as arguments. It computes requests whose cache it cannot
+# load, instead of failing them. With --enable-prompt-tokens-details the proxy sees these requests.
+# PORT, SIDE_HOST, SIDE_PORT and SECRET_FILE as in prefill.sh. ALLOWED is a JSON list of the prefill engines that this
+# engine may read from, e.g. '["10.0.0.7:5600"]'; without it, any engine.
 MORE=""
 if [ -n "${SECRET_FILE:-}" ]; then MORE=', "secret_file": "'"$SECRET_FILE"'"'; fi
 if [ -n "${ALLOWED:-}" ]; then MORE="$MORE"', "allowed_prefill_engines": '"$ALLOWED"; fi

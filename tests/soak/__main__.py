@@ -26,7 +26,7 @@ def options() -> Options:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--strangers", type=int, default=3, help="hostile peers of the side channels")
     parser.add_argument("--without", action="append", default=[], choices=KINDS, help="leave out a kind of event")
-    parser.add_argument("--only", action="append", choices=REQUESTS, help="what clients do, if not everything")
+    parser.add_argument("--only", action="append", choices=REQUESTS, help="requests that clients send; all by default")
     parser.add_argument("--one-host", action="store_true", help="no namespaces: shared memory, partitions by SIGSTOP")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds after which a request is hung (150)")
     parser.add_argument("--reports", type=Path, default=REPORTS)

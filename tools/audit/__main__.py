@@ -25,7 +25,7 @@ from audit.grid import Row, grid
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the selected rows."""
     parser = argparse.ArgumentParser(prog="audit", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", default="", help="rows whose name has this in it")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--list", action="store_true", help="print the names of the rows")
     parser.add_argument("--trace", type=Path, help="folder for the trace of each row")
     parser.add_argument(
