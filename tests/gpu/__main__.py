@@ -52,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m gpu", description=__doc__)
     parser.add_argument("--device", help="as torch names it; cpu shows only that the steps work")
     parser.add_argument("--steps", default="", help="numbers, separated by commas; all by default")
-    parser.add_argument("--output", type=Path, help="folder for RESULTS_GPU.md and gpu.svg; nothing is written without it")
+    parser.add_argument(
+        "--output", type=Path, help="folder for RESULTS_GPU.md and gpu.svg; nothing is written without it"
+    )
     options = parser.parse_args(arguments)
     if options.device is None and not torch.accelerator.is_available():
         print("no device: torch finds no accelerator, so nothing was tried")
