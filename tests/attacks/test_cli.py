@@ -86,7 +86,7 @@ def test_arguments(command: str, arguments: list[str], text: str) -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["plan", "explain", "map"])
-def test_files_that_are_none(command: str, content: bytes, tmp_path: Path) -> None:
+def test_invalid_files(command: str, content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content)
     assert str(path) in refused(command, path)

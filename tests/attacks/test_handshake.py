@@ -106,7 +106,7 @@ def test_random_geometry_with_a_right_digest(geometry):
     ],
     ids=lambda text: repr(text[:12]),
 )
-def test_a_geometry_that_is_none(text):
+def test_invalid_geometries(text):
     with pytest.raises(HandshakeError, match="the geometry of 'P-0'"):
         decode_handshake(forge(geometry=text))
 
@@ -168,7 +168,7 @@ def test_a_name_that_belongs_to_another_key(geometry, name):
 
 
 @pytest.mark.parametrize("key", [bytes(32), b"k", bytes(33)])
-def test_what_is_no_key(geometry, key):
+def test_invalid_keys(geometry, key):
     with pytest.raises(HandshakeError, match=f"a public key of {len(key)} bytes"):
         encode_handshake(b"nixl", geometry, name="P-0", incarnation=1, public_key=key)
 
@@ -182,7 +182,7 @@ def test_names_that_do_not_belong_into_a_log(name):
 @pytest.mark.parametrize(
     "data", [None, 1, "text", [1], object(), memoryview(bytes(8)).cast("I")], ids=lambda data: type(data).__name__
 )
-def test_what_is_no_bytes(data):
+def test_values_that_are_not_bytes(data):
     with pytest.raises(HandshakeError):
         decode_handshake(data)
 

@@ -98,7 +98,7 @@ def learned(address, context):
 # --- untrusted clients -----------------------------------------------------------------------------------------
 
 
-def test_a_stranger_without_encryption_learns_nothing(address):
+def test_an_untrusted_client_without_encryption_learns_nothing(address):
     # Formerly any client of the side channel received NIXL's metadata, and with it access to P's memory.
     with connect(address) as raw:
         raw.sendall(frame(AskHello(0, 0, NONCE)))
@@ -106,15 +106,15 @@ def test_a_stranger_without_encryption_learns_nothing(address):
         assert has_ended(raw, 5)
 
 
-def test_a_stranger_without_a_certificate_learns_nothing(address):
+def test_an_untrusted_client_without_a_certificate_learns_nothing(address):
     assert isinstance(learned(address, own_context()), ssl.SSLError)
 
 
-def test_a_stranger_with_a_certificate_of_its_own_learns_nothing(address, tmp_path):
+def test_an_untrusted_client_with_its_own_certificate_learns_nothing(address, tmp_path):
     assert isinstance(learned(address, own_context(certificate=own_certificate(tmp_path, "stranger"))), ssl.SSLError)
 
 
-def test_a_stranger_with_our_name_and_another_key_learns_nothing(address, tmp_path):
+def test_an_untrusted_client_with_our_name_and_another_key_learns_nothing(address, tmp_path):
     (credential,) = A._current.credentials
     name = credential.certificate.subject.rfc4514_string().removeprefix("CN=")
     assert isinstance(learned(address, own_context(certificate=own_certificate(tmp_path, name))), ssl.SSLError)
@@ -160,7 +160,7 @@ def pem_of(key):
     )
 
 
-def test_what_is_said_cannot_be_read_on_the_way(address):
+def test_messages_are_encrypted(address):
     seen = bytearray()
 
     def pass_on(raw):
@@ -190,7 +190,7 @@ def copy(source, target, seen):
         target.shutdown(socket.SHUT_WR)
 
 
-def test_what_is_changed_on_the_way_is_no_answer(address):
+def test_changed_messages_are_refused(address):
     def pass_on(raw):
         with connect(address) as onward:
             onward.settimeout(0.3)
@@ -231,7 +231,7 @@ def test_only_the_listener_has_a_secret(address):
         asks(address, NONE)
 
 
-def test_only_who_asks_has_a_secret(caplog):
+def test_only_the_client_has_a_secret(caplog):
     with (
         listening() as found,
         pytest.raises(HandshakeError, match="has no secret and this engine has one: set secret_file or KVHMA_SECRET"),
@@ -255,7 +255,7 @@ def test_only_the_listener_does_not_accept_the_others_secret():
                 asks(found.at, asking)
 
 
-def test_a_listener_of_another_secret_is_told_nothing():
+def test_a_listener_of_another_secret_learns_nothing():
     # The question names which blocks are read by which client: it is sent only to peers with the secret.
     heard = bytearray()
 
@@ -268,7 +268,7 @@ def test_a_listener_of_another_secret_is_told_nothing():
     assert not heard
 
 
-def test_a_listener_that_does_not_encrypt_is_told_nothing():
+def test_a_listener_that_does_not_encrypt_learns_nothing():
     heard = bytearray()
 
     def serve(raw):
@@ -280,7 +280,7 @@ def test_a_listener_that_does_not_encrypt_is_told_nothing():
     assert b"roster" not in heard
 
 
-def test_a_listener_that_says_nothing_during_the_handshake():
+def test_a_listener_that_is_silent_during_the_handshake():
     with (
         hostile(lambda raw: raw.recv(10_000) and raw.recv(1000)) as address,
         pytest.raises(HandshakeTimeoutError, match=r"in 0\.3 s"),
@@ -432,7 +432,7 @@ def test_rotation_while_engines_ask_loses_no_question(tmp_path, monkeypatch):
         answers(found.at, Secrets([new]))
 
 
-def test_who_was_let_in_by_a_secret_that_was_taken_back_is_not_answered_any_more(tmp_path, monkeypatch):
+def test_connections_with_a_revoked_secret_are_not_answered(tmp_path, monkeypatch):
     monkeypatch.setattr(wire_secrets, "_REREAD_SECONDS", 0.02)
     file = tmp_path / "secrets"
     write(file, b"a" * 32, b"b" * 32)
@@ -445,7 +445,7 @@ def test_who_was_let_in_by_a_secret_that_was_taken_back_is_not_answered_any_more
 
 
 @pytest.mark.parametrize("broken", [b"", b"short\n", b"x" * 100_000, b"\n".join([b"s" * 20] * 17)], ids=len)
-def test_a_file_that_becomes_unusable_changes_nothing_and_is_said_once(tmp_path, monkeypatch, caplog, broken):
+def test_a_file_that_becomes_unusable_changes_nothing_and_is_logged_once(tmp_path, monkeypatch, caplog, broken):
     monkeypatch.setattr(wire_secrets, "_REREAD_SECONDS", 0.0)
     file = tmp_path / "secrets"
     write(file, b"a" * 32)

@@ -238,7 +238,7 @@ def test_mutations_of_good_questions(address):
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.binary(max_size=300), max_size=5), st.integers(1, 40))
-def test_any_bytes_are_a_question_or_none(questions, chunk):
+def test_any_bytes_are_a_question_or_refused(questions, chunk):
     with fuzzed(), connect(fuzzed.at) as raw:
         for question in questions:
             data = framed(question)
@@ -366,7 +366,7 @@ def test_a_question_at_the_bound(address):
         assert "not a question" in problem(said(raw))
 
 
-def test_who_asks_finds_a_question_too_long_first(address):
+def test_the_client_refuses_a_question_that_is_too_long(address):
     claims = [("a" * 512, b"12345678", b"87654321", NONCE)] * 4096
     with Client(address, 5, NO_SECRETS) as client:
         with pytest.raises(HandshakeError, match=f"at most {MAX_QUESTION_BYTES}"):
@@ -424,7 +424,7 @@ def test_a_peer_that_does_not_take_its_answers(address, quick):
         close_all(raws)
 
 
-def test_answers_that_nobody_takes_are_bounded_and_end(monkeypatch, quick):
+def test_unread_answers_are_bounded_and_end(monkeypatch, quick):
     hello = bytes(8 << 20)
     monkeypatch.setattr("support.listening.HELLO", hello)
     monkeypatch.setattr(connections, "MAX_ANSWERS_BYTES", 32 << 20)
@@ -478,7 +478,7 @@ def test_an_answer_that_is_too_long_is_refused_at_its_length(length):
         ask_hello(address, 30)
 
 
-def test_only_a_hello_may_be_as_long_as_a_hello():
+def test_only_a_worker_identity_may_be_that_long():
     def serve(raw):
         raw.recv(1000)
         raw.sendall(struct.pack("<I", 2 << 20))
@@ -506,7 +506,7 @@ def test_more_than_was_asked():
         client.ask(Release([CLAIM], Outcome.READ), Done)
 
 
-def test_an_answer_that_nobody_asked_for():
+def test_an_answer_without_a_question():
     def serve(raw):
         raw.sendall(frame(Done()))
         raw.recv(1000)
@@ -547,7 +547,7 @@ def test_a_deadline_that_ends_before_the_time_for_an_answer():
         client.ask(Renew([CLAIM]), Leases, deadline=time.monotonic() + 0.2)
 
 
-def test_nobody_there():
+def test_no_listener_at_all():
     with pytest.raises(HandshakeTimeoutError, match="no answer"):
         Client(Address("127.0.0.1", free_port()), 0.2, NO_SECRETS)
 
@@ -588,7 +588,7 @@ def test_any_bytes_as_an_answer_are_one_error(data):
 # --- pools ----------------------------------------------------------------------------------------------------
 
 
-def test_a_pool_keeps_what_is_connected_and_nothing_else(address):
+def test_a_pool_keeps_only_connected_clients(address):
     pool = ClientPool(address, 5, NO_SECRETS)
     assert pool.take_idle() is None
     client = pool.take()
@@ -704,7 +704,7 @@ def test_no_more_than_a_quarter_of_the_descriptors(monkeypatch):
             close_all(raws)
 
 
-def test_who_asks_stays_and_who_only_connects_goes(monkeypatch):
+def test_idle_connections_are_closed_before_those_that_ask(monkeypatch):
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 10)
     raws = []
     with listening() as found, Client(found.at, 5, NO_SECRETS) as client:
@@ -716,7 +716,7 @@ def test_who_asks_stays_and_who_only_connects_goes(monkeypatch):
             close_all(raws)
 
 
-def test_strangers_of_many_hosts_take_no_engines_connections(monkeypatch):
+def test_untrusted_clients_of_many_hosts_close_no_engines_connections(monkeypatch):
     """The host with the most connections loses one: formerly an engine with four, if an attacker used many hosts."""
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 20)
     raws = []
@@ -790,7 +790,7 @@ def test_out_of_descriptors_the_listener_waits(turns, listener):
         assert read_answer(said(raw)).engine_id == "p"
 
 
-def test_the_log_has_a_few_lines_of_what_strangers_say_without_end(address, caplog, monkeypatch):
+def test_the_log_has_few_lines_about_untrusted_messages(address, caplog, monkeypatch):
     # Before, this wrote 13 MB of log a second.
     with Client(address, 5, NO_SECRETS) as client:
         for number in range(2000):
@@ -837,7 +837,7 @@ class Panic(BaseException):
 
 
 @pytest.mark.parametrize("raised", [Panic, SystemExit, KeyboardInterrupt, GeneratorExit, MemoryError, RecursionError])
-def test_whatever_is_raised_ends_one_question(raised, caplog):
+def test_any_exception_ends_one_question(raised, caplog):
     # Before, an error that is not an Exception ended the thread, and no question was answered any more.
     leases = AnyLease()
     with listening(leases=leases) as found, Client(found.at, 5, NO_SECRETS) as client:
@@ -886,7 +886,7 @@ def test_a_loop_that_dies_starts_again(listener, raised, caplog):
     gc.collect()
 
 
-def test_listeners_leave_nothing_behind():
+def test_closed_listeners_leave_nothing():
     with listening():
         pass
     before, threads = descriptors(), threading.active_count()
@@ -898,5 +898,5 @@ def test_listeners_leave_nothing_behind():
     until(lambda: descriptors() <= before and threading.active_count() <= threads)
 
 
-def test_what_strangers_cause_is_logged_by_a_logger_that_vllm_shows():
+def test_errors_of_untrusted_clients_are_logged_where_vllm_shows_them():
     assert logging.getLogger(PEER_LOG).parent.name in ("vllm.kvhma", "vllm", "root")

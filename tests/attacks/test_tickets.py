@@ -134,7 +134,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_p_that_lies_ends_one_request(lie: str, d: Conversations, honest: Callable[[], None]) -> None:
+def test_a_p_with_false_answers_ends_one_request(lie: str, d: Conversations, honest: Callable[[], None]) -> None:
     with closing(P(Liar(*LIES[lie]))) as p:
         conversation = follow(d, p.address)
         until(lambda: conversation.error)
@@ -242,7 +242,7 @@ def test_connections_that_close_at_once_are_tried_less_and_less(
     assert all(pause >= least for pause, least in zip(pauses, (0.05, 0.1, 0.2, 0.4), strict=False)), pauses
 
 
-def test_addresses_where_nobody_is_take_a_few_threads(d: Conversations, honest: Callable[[], None]) -> None:
+def test_addresses_without_a_listener_use_few_threads(d: Conversations, honest: Callable[[], None]) -> None:
     """Requests that are followed at an address that accepts no connection, and their ends."""
     with closing(socket.socket()) as full:
         full.bind(("127.0.0.1", 0))
@@ -283,7 +283,7 @@ def test_strangers_leave_room_for_known_addresses() -> None:
 # --- at P
 
 
-def test_questions_that_wait_cost_nothing_when_others_have_news() -> None:
+def test_waiting_questions_cost_nothing_while_others_progress() -> None:
     with closing(P()) as p:
         asked = []
         ask = p.tickets.ask

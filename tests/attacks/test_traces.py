@@ -115,7 +115,7 @@ JUDGED: dict[str, tuple[Callable[[], list[str]], str]] = {
 
 
 @pytest.mark.parametrize("name", JUDGED)
-def test_what_is_judged(name: str) -> None:
+def test_judged_traces(name: str) -> None:
     made, outcome = JUDGED[name]
     begin = time.process_time()
     ((_, found),) = audit(Trace.from_lines([head(), request(), *made()]))
@@ -130,7 +130,7 @@ def test_layers_on_one_memory_are_judged() -> None:
     assert len(found.causes) <= 12
 
 
-def test_names_of_a_stranger_are_printed_in_one_line(tmp_path: Path) -> None:
+def test_untrusted_names_are_printed_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     name = "r\x1b[2J\n\ud800\u202e"
     spoiled = [json.loads(line) for line in (request(), rows((1 << 30, 4100, 4)))]

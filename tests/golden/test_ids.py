@@ -120,7 +120,7 @@ def test_state_descriptors_are_region_then_part_then_block():
     assert rows[:, 1].tolist() == [8, 8, 24, 24, 8, 8, 8, 24, 24, 24]
 
 
-def test_capacities_place_every_region_behind_the_last():
+def test_capacities_place_every_region_after_the_last():
     rows = lowlevel.fa_descriptors([100, 1000], [16, 16], [16, 16], [2, 3])
     assert rows[:, 0].tolist() == [100, 116, 1000, 1016, 1032]
 

@@ -402,7 +402,7 @@ def test_every_pool_has_its_own_capacity():
         plan.transfer(4, [Span(0, [2]), Span(0, [1])], good)
 
 
-def test_padding_behind_the_blocks_moves_nothing():
+def test_padding_after_the_blocks_moves_nothing():
     plain = mamba_hybrid(HERE, 2)
     padded = replace(plain, regions=tuple(replace(region, bytes=region.bytes + 7) for region in plain.regions))
     spans = ([Span(0, [3, 1]), Span(0, [2])], [Span(0, [1, 4]), Span(0, [5])])
@@ -414,7 +414,7 @@ def test_padding_behind_the_blocks_moves_nothing():
     assert found[0] == found[1]
 
 
-def test_windows_lie_in_one_block_and_cover_it():
+def test_windows_cover_one_block():
     small = replace(model("granite-4.0-h-tiny"), layers=("mamba2", "full", "mamba2"))
     geometry = layout(small, LayoutOptions(num_blocks=3, kernel_block="flashinfer"))
     rows = lowlevel.expand_views(kvhma.plan(geometry, geometry).views(0)[0])

@@ -64,7 +64,7 @@ def test_every_byte_of_equal_ranks(chunk: int, counted: Counter[str]) -> None:
         counted.update(case.features)
 
 
-def test_the_oracle_rejects_what_is_wrong(counted: Counter[str]) -> None:
+def test_the_oracle_rejects_wrong_transfers(counted: Counter[str]) -> None:
     missed = []
     for seed in range(60 * TRIES):
         case = generate(seed, draw(seed, EQUAL_RANK) if seed % 2 else draw(seed))
@@ -133,7 +133,7 @@ def test_a_transfer_by_hand() -> None:
             oracle.check(*request, transfer(*sides))
 
 
-def test_excess_bytes_must_be_told() -> None:
+def test_excess_bytes_must_be_counted() -> None:
     for seed in range(400):
         case = generate(seed, draw(seed, EQUAL_RANK))
         oracle, transfer = run(case, 1 << 20)

@@ -70,7 +70,7 @@ def test_unequal_engines_give_the_same_bytes(seed: int, recipe: Recipe) -> None:
 
 @given(SEEDS, recipes(AXES))
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_first_tokens_are_where_what_is_moved_begins(seed: int, recipe: Recipe) -> None:
+def test_first_tokens_are_where_the_transfer_begins(seed: int, recipe: Recipe) -> None:
     case = generate(seed, recipe, max_tokens=MAX_TOKENS)
     fast = planned(case)
     moved = set().union(*(covered(read.local) for read in fast.reads))

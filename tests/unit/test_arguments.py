@@ -68,7 +68,7 @@ NO_IDS = {
 
 
 @pytest.mark.parametrize("ids", NO_IDS.values(), ids=NO_IDS)
-def test_what_is_no_ids_is_refused_by_every_function(ids: object) -> None:
+def test_invalid_ids_are_refused_by_every_function(ids: object) -> None:
     calls: dict[str, Callable[[], object]] = {
         "local": lambda: PLAN.transfer(48, [Span(0, ids), *SPANS[1:]], SPANS),
         "block_ids": lambda: lowlevel.expand_blocks(ids, 1),
@@ -109,7 +109,7 @@ def test_an_argument_that_is_wrong_is_named(call: Callable[[], object], code: st
 
 
 @pytest.mark.parametrize("data", [None, 5, [b"{}"], {"kvhma": 1}])
-def test_what_is_no_json_text_is_no_geometry(data: object) -> None:
+def test_invalid_json_is_no_geometry(data: object) -> None:
     with pytest.raises(GeometryError) as refused:
         Geometry.from_json(data)
     assert (refused.value.code, refused.value.field) == ("type", "data")

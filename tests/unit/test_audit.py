@@ -79,7 +79,7 @@ def test_a_plan_is_right() -> None:
         assert (found.planned.descriptors, found.planned.bytes) == (found.descriptors, found.bytes)
 
 
-def test_nobody_reads_what_is_not_zeroed() -> None:
+def test_stale_bytes_that_are_not_read_are_right() -> None:
     stale = 0
     for seed in SEEDS:
         case = as_case(generate(seed, draw(seed)), 0)
@@ -264,7 +264,7 @@ def test_a_refusal_is_no_verdict_on_bytes() -> None:
     assert found == Judged("refused", refusal="ValueError: no")
 
 
-def test_the_picture_of_the_documentation_is_of_what_it_says() -> None:
+def test_the_picture_of_the_documentation_is_current() -> None:
     """The smallest trace of groups of Mamba2 that every rank holds, as vLLM's connector reads them."""
     trace = traces.load(Path(__file__).parents[2] / "docs" / "assets" / "mamba2-groups.jsonl")
     ((_, found),) = audit(trace)
@@ -349,7 +349,7 @@ WRONG_LINES: list[tuple[list[str], str]] = [
 
 
 @pytest.mark.parametrize(("lines", "text"), WRONG_LINES, ids=[text[:40] for _, text in WRONG_LINES])
-def test_what_is_not_a_trace(lines: list[str], text: str, tmp_path: Path) -> None:
+def test_invalid_traces(lines: list[str], text: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError) as info:
         Trace.from_lines(lines)
     assert text in str(info.value)
@@ -371,7 +371,7 @@ def test_what_is_not_a_trace(lines: list[str], text: str, tmp_path: Path) -> Non
         {"local_spans": [{"first": 1 << 31, "ids": [3]}, {"first": 0, "ids": [2]}]},
     ],
 )
-def test_what_is_too_large(change: dict[str, object]) -> None:
+def test_traces_that_are_too_large(change: dict[str, object]) -> None:
     lines = [HEAD, json.dumps(json.loads(REQUEST) | change), *STEPS]
     with pytest.raises(RequestError):
         audit(Trace.from_lines(lines))

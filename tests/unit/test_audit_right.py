@@ -91,7 +91,7 @@ def neighbours(case: Case) -> Case:
     return replace(case, local=packed(case.local), remotes=tuple(map(packed, case.remotes)))
 
 
-def test_a_row_goes_on_in_the_next_region() -> None:
+def test_a_row_continues_in_the_next_region() -> None:
     case = neighbours(small())
     ends = case.local.regions[0].base + case.local.regions[0].bytes, THERE + 8 * 4
     assert ends[0] == case.local.regions[1].base
@@ -107,7 +107,7 @@ def test_a_row_goes_on_in_the_next_region() -> None:
     assert (more.signature, more.extra) == (("extra",), 8 - 2 + 2)
 
 
-def test_what_is_put_right_after_the_transfers_have_ended() -> None:
+def test_corrections_after_the_transfers_have_ended() -> None:
     whole = Step("transfer", 0, rows_of((THERE + 4, HERE + 12, 4), (THERE + 4, HERE + 20, 4), RUNS[2]))
     put_right = Step("transfer", 0, rows_of((THERE + 8, HERE + 20, 2)))
     assert judge(traced(small(), [whole, put_right])).signature == ("wrong",)

@@ -87,7 +87,7 @@ def test_threads_are_added_up_by_purpose() -> None:
         ("native", False),
     ],
 )
-def test_what_is_there_for_the_connector(name: str, added: bool) -> None:
+def test_groups_of_threads_of_the_connector(name: str, added: bool) -> None:
     assert cpu.of_connector(f"worker: {cpu.group(name, 'worker')}") is added
 
 
@@ -144,7 +144,7 @@ def test_ratios(ours: list[float], theirs: list[float], expected: str) -> None:
     assert row.cells((OURS, EVEN))[2] == expected
 
 
-def test_a_table_has_a_ratio_for_connectors_and_none_for_floors() -> None:
+def test_a_table_has_ratios_only_for_connectors() -> None:
     full = Row("first token", values={OURS: [0.001], THEIRS: [0.003], HIT: [0.0005]})
     text = tables.table("title", [full, Row("bytes", "MiB", {OURS: [2**20]})], (OURS, THEIRS, HIT))
     head, rule, *rows = text.splitlines()[3:]
@@ -224,7 +224,7 @@ def test_a_turn_is_made_of_what_d_s_worker_and_scheduler_recorded() -> None:
     ("more", "error"),
     [({"failed": ["a"]}, "loads failed"), ({"loaded": {}}, "1 requests, but 1 loads were ordered and 0 reported")],
 )
-def test_a_turn_whose_loads_failed_is_none(more: dict[str, object], error: str) -> None:
+def test_a_turn_with_failed_loads_does_not_count(more: dict[str, object], error: str) -> None:
     step = {"begun": 1.0, "calls": 0.0, "ordered": {"a": 1.0}, "loaded": {"a": 2.0}, "failed": []} | more
     answer = Answer([1], [], [], "length", None, None, None, first_seconds=1.0, seconds=1.0)
     with pytest.raises(RuntimeError, match=error):

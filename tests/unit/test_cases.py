@@ -356,7 +356,7 @@ def large(**changes: object) -> Case:
     return small(local=replace(local, layers=(replace(layer, **changes), local.layers[1])))
 
 
-def test_what_is_too_large_is_not_simulated() -> None:
+def test_large_cases_are_not_simulated() -> None:
     wide = latent(4, 1 << 22)
     regions = tuple(replace(region, bytes=1 << 40) for region in small().local.regions)
     hostile = {

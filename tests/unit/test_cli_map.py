@@ -60,7 +60,7 @@ def test_every_run_is_drawn(tmp_path: Path) -> None:
     assert sorted(drawn) == sorted(runs)
 
 
-def test_runs_lie_where_their_addresses_say(tmp_path: Path) -> None:
+def test_runs_are_drawn_at_their_addresses(tmp_path: Path) -> None:
     _, path = tiny(tmp_path)
     cli("map", path, "--tokens", 100, "-o", tmp_path / "m.svg")
     root = ET.parse(tmp_path / "m.svg").getroot()
@@ -99,7 +99,7 @@ def test_pages_parts_padding_and_layers(tmp_path: Path) -> None:
     assert any(str(text).startswith("D rank 0 of 4 reads from P rank 0 of 2") for text in texts)
 
 
-def test_bars_mark_what_is_read_of_a_block(tmp_path: Path) -> None:
+def test_bars_mark_the_bytes_read_from_a_block(tmp_path: Path) -> None:
     """A D rank of four reads half of what a P rank of two holds of a state, and all of its KV head."""
     cli("map", NANO, "--prefill", "tp=2", "--decode", "tp=4,block=64", "-o", tmp_path / "m.svg")
     bars = [
@@ -169,7 +169,7 @@ def test_runs_that_are_too_many_are_bands(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", models())
-def test_small_whatever_is_drawn(name: str, tmp_path: Path) -> None:
+def test_every_picture_is_small(name: str, tmp_path: Path) -> None:
     for prefill, decode in (("tp=1", "tp=1,block=128"), ("tp=2,layout=NHD", "tp=1")):
         sides = ("--prefill", prefill, "--decode", decode, "--pool", "used", "--tokens", "9k", "--tensors", 64)
         done = cli("map", name, *sides, "-o", tmp_path / "m.svg", "--json")

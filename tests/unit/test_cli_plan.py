@@ -198,7 +198,7 @@ def test_predicted_time(tmp_path: Path) -> None:
     assert default["link"]["source"].startswith("defaults: ")
 
 
-def test_text_for_a_stranger(config: Path) -> None:
+def test_text_explains_itself(config: Path) -> None:
     done = cli("plan", config, *PAIR)
     assert (done.code, done.err) == (0, "")
     assert "Nemotron-3-Nano: 8,192 tokens" in done.out
@@ -349,7 +349,7 @@ def test_pipeline_stages(prefill: int, decode: int) -> None:
         assert f"{decode} pipeline stages of 4 ranks" in cli("explain", NANO, *sides).words
 
 
-def test_data_parallel_engines_are_said() -> None:
+def test_data_parallel_engines_are_reported() -> None:
     one, some = (cli("plan", NANO, "--decode", f"dp={size}", "--json").form for size in (1, 4))
     assert some.pop("notes") == [
         *one.pop("notes"),
@@ -411,7 +411,7 @@ def test_a_block_is_what_was_asked_for_not_what_a_state_makes_of_it() -> None:
     assert [change["change"] for change in changes][1] == "--decode block=16"
 
 
-def test_that_nothing_helps_is_said(tmp_path: Path) -> None:
+def test_report_if_nothing_helps(tmp_path: Path) -> None:
     """vLLM sends bytes that belong to no layer, with one descriptor less; only descriptors cost time there."""
     one = layout(model("gemma-3-4b"), LayoutOptions(num_blocks=400))
     geometry, link = tmp_path / "one.json", tmp_path / "link.json"
@@ -425,7 +425,7 @@ def test_that_nothing_helps_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma-3-27b", "gpt-oss-20b", NANO, "DeepSeek-V3"])
-def test_nothing_is_said_where_kvhma_is_as_fast(name: str) -> None:
+def test_no_remark_where_kvhma_is_as_fast(name: str) -> None:
     done = cli("plan", name, "--prefill", "tp=2", "--decode", "tp=4")
     assert "slower: " not in done.out
     assert cli("plan", name, "--prefill", "tp=2", "--decode", "tp=4", "--json").form["slower"] is None
@@ -474,7 +474,7 @@ def test_sweep() -> None:
             assert row[field] == one[field]
 
 
-def test_sweep_says_what_helps() -> None:
+def test_sweep_names_remedies() -> None:
     sides = ("--prefill", "block=16", "--decode", "block=16/64", "--tokens", "5k")
     rows = cli("sweep", "gemma-3-4b", *sides, "--json").form["rows"]
     assert rows[0]["slower"] is None
@@ -603,7 +603,7 @@ def two_files(tmp_path: Path, both: dict[str, Any], change: Callable[[dict[str, 
     return "--local", tmp_path / "d.json", "--remote", tmp_path / "p.json", "--tokens", 100
 
 
-def test_a_reason_is_said_to_its_end(tmp_path: Path) -> None:
+def test_a_reason_is_printed_completely(tmp_path: Path) -> None:
     def change(form: dict[str, Any]) -> None:
         form["pages"][0]["parts"][0]["axes"][2]["name"] = "other"
 
@@ -633,9 +633,7 @@ def test_a_pipeline_stage_without_layers_of_d_is_no_refusal(tmp_path: Path) -> N
     [(0, 0, "the same --kv-cache-dtype"), (1, 0, "the same --mamba-cache-dtype"), (1, 1, "the same --mamba-ssm-cache")],
 )
 @pytest.mark.parametrize("name", ["{}", "model.{}.self_attn"])
-def test_a_dtype_is_of_a_state_or_of_attention_whatever_its_names(
-    page: int, part: int, fix: str, name: str, tmp_path: Path
-) -> None:
+def test_dtype_of_state_or_attention_for_any_names(page: int, part: int, fix: str, name: str, tmp_path: Path) -> None:
     """Kimi's states are in layers called self_attn, and other caches have parts called k and v."""
     both = json.loads(tiny_hybrid(40).to_json())
     both["pages"][0]["parts"][0]["name"] = "k"
@@ -678,7 +676,7 @@ def test_different_kernel_blocks_have_a_note() -> None:
         assert any(words in note for note in notes) == noted
 
 
-def test_the_table_says_that_it_was_asked(tmp_path: Path) -> None:
+def test_the_output_names_the_table(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(NEMOTRON_3_NANO))
     for what in (NANO, file):

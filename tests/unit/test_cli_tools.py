@@ -305,7 +305,7 @@ def test_maths(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- check, completion, pipes ----------------------------------------------------------------------------------------
 
 
-def test_check_names_only_what_is_wrong(tmp_path: Path) -> None:
+def test_check_names_only_errors(tmp_path: Path) -> None:
     path = tmp_path / "none.json"
     path.write_text("{}")
     done = cli("check", path, "-q")
@@ -394,7 +394,7 @@ DOCUMENTS: dict[str, tuple[object, ...]] = {
 
 
 @pytest.mark.parametrize("kind", DOCUMENTS)
-def test_every_document_says_what_it_is(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_document_names_its_kind(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first field names its kind and version; docs/cli.md has a row for it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench, "_SECONDS", 0.01)

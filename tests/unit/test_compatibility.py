@@ -70,7 +70,7 @@ def test_proofs_are_of_the_right_kind(one):
 
 
 @pytest.mark.parametrize("one", ALL, ids=lambda one: one.name)
-def test_where_upstream_is_ahead_the_page_says_why(one):
+def test_the_page_explains_where_upstream_is_ahead(one):
     behind = not (one.engine or one.processes or one.imitation) and one.upstream not in ("no", "?")
     assert one.note or not behind
 
@@ -114,7 +114,7 @@ def test_a_skipped_test_keeps_what_another_machine_found():
 
 
 @pytest.mark.parametrize("text", ["", "<a", "<testsuites/>", REPORT.replace("timestamp", "when")])
-def test_reports_that_are_none(tmp_path, text):
+def test_invalid_reports(tmp_path, text):
     (tmp_path / "report.xml").write_text(text)
     with pytest.raises(ValueError, match=r"report\.xml: "):
         compatibility.read_report(tmp_path / "report.xml")

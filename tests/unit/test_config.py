@@ -462,7 +462,7 @@ def test_other_refusals(form: dict[str, Any], text: str) -> None:
         (b"[" * 10**5, "not JSON"),
     ],
 )
-def test_files_that_are_none(content: bytes, text: str, tmp_path: Path) -> None:
+def test_invalid_files(content: bytes, text: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=text):

@@ -52,7 +52,7 @@ def judged(wanted, rows_of, rules=kit.EXACT):
 # --- The cases ------------------------------------------------------------------------------------------
 
 
-def test_the_file_is_what_is_made():
+def test_the_file_equals_the_generated_cases():
     made = []
     for entry in entries():
         if "runs" in entry["expect"]:
@@ -126,7 +126,7 @@ def test_blocks_that_are_moved_whole_are_right_too(wanted):
     assert len(other) > 10, "freedom that no planner uses is not tested"
 
 
-def test_what_nobody_reads_may_come_or_be_zero(wanted):
+def test_unread_bytes_may_be_copied_or_zero(wanted):
     def rows(entry, free):
         expect = entry["expect"]
         copies = [*expect["runs"], *(expect["either"] if free else [])]
@@ -209,7 +209,7 @@ def test_every_mutant_is_caught_and_every_case_catches_one(wanted):
     assert idle == []
 
 
-def test_what_is_wrong_is_named(wanted):
+def test_errors_are_named(wanted):
     entry = BY_ID["lengths-04"]  # 5 tokens, blocks of 4: tokens 5 to 7 are zeroed
     right = answer(case_of(entry))
     copies = [row for row in right if "source" in row]
@@ -302,7 +302,7 @@ def test_refused_cases_are_counted(capsys, tmp_path):
     assert kit.main([*words, "--complete"]) == 1
 
 
-def test_what_is_looked_at_without_a_planner(capsys, tmp_path):
+def test_options_without_a_planner(capsys, tmp_path):
     assert kit.main(["--list", "--axis", "latent"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == sum(entry["axis"] == "latent" for entry in CASES)
     assert kit.main(["--show", "--id", "tp-01"]) == 0
@@ -331,13 +331,13 @@ def test_what_cannot_be_run(capsys, tmp_path):
 # --- The page -------------------------------------------------------------------------------------------
 
 
-def test_the_page_counts_what_is_there():
+def test_the_page_counts_the_cases():
     rows = dict(re.findall(r"^\| `([a-z-]+)` \| (\d+) \|", PAGE, re.MULTILINE))
     assert rows == {axis: str(count) for axis, count in Counter(entry["axis"] for entry in CASES).items()}
     assert f"{len(CASES)} cases" in PAGE
 
 
-def test_the_page_says_what_comes_of_its_planner(wanted, capsys, monkeypatch):
+def test_the_page_has_the_results_of_its_planner(wanted, capsys, monkeypatch):
     code, printed = re.search(r"```python\n(def answer.*?)```.*?```text\n(.*?)```", PAGE, re.DOTALL).groups()
     module = types.ModuleType("simple_planner")
     exec(code, module.__dict__)
@@ -365,7 +365,7 @@ def test_real_bytes_have_the_same_digest(wanted):
         assert hashlib.sha256(local).hexdigest() == expect["digest"]["bytes"], entry["id"]
 
 
-def test_the_page_says_how_labels_are_made():
+def test_the_page_defines_labels():
     for text, numbers in (("stale", (0, 0)), ("content/layers.0/kv", (3, 1, 0, 5))):
         assert f"`{kit.label(text, *numbers):#018x}`" in PAGE
     reasons = {reason for entry in CASES for reason in entry["expect"].get("refuse", [])}

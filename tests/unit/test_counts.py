@@ -106,7 +106,7 @@ def descriptors_more(one: Model, tokens: int) -> int:
     return ours.descriptors - counts.vllm_count(one, equal, sides, tables).descriptors
 
 
-def test_published_table_is_what_is_counted(found):
+def test_published_table_equals_the_counts(found):
     """If this fails, run `make counts`."""
     published = (ROOT / "benches/COUNTS.md").read_text(encoding="utf-8")
     section = published.split(f"## {found[0].pairing.name}\n")[1].split("\n## ")[0].splitlines()

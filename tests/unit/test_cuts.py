@@ -106,7 +106,7 @@ def moved(plan: kvhma.Plan, request: tuple[int, list[Span], list[Span]]) -> tupl
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_what_was_forgotten_is_made_again(packed: bool) -> None:
+def test_evicted_cuts_are_made_again(packed: bool) -> None:
     # Block-major on both sides, the cuts of these requests have more pieces than a plan keeps.
     local, remote = (attention(tokens, tokens << 40, layers=256, packed=packed) for tokens in (37, 36))
     plan = kvhma.plan(local, remote, descriptor_bytes=0)
@@ -144,7 +144,7 @@ def far_apart(block: int, order: tuple[str, ...]) -> Geometry:
         (1 << 21, ("tokens", "heads", "content"), "pieces", "strides"),
     ],
 )
-def test_what_a_block_costs_is_said_by_validate_too(block: int, order: tuple[str, ...], code: str, field: str) -> None:
+def test_validate_also_reports_the_cost_of_a_block(block: int, order: tuple[str, ...], code: str, field: str) -> None:
     pair = far_apart(block, ("heads", "tokens", "content")), far_apart(block, order)
     for local, remote in (pair, pair[::-1]):
         (finding,) = kvhma.validate(local, remote)
@@ -157,7 +157,7 @@ def test_what_a_block_costs_is_said_by_validate_too(block: int, order: tuple[str
     assert kvhma.validate(*pair)[0].text == kvhma.validate(*pair[::-1])[0].text
 
 
-def test_a_request_is_refused_for_what_it_takes_itself() -> None:
+def test_a_request_is_refused_for_its_own_cost() -> None:
     # Nearly every one of 140,000 pairs of blocks is cut differently.
     blocks = 70_000
     local, remote = (

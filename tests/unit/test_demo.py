@@ -223,7 +223,7 @@ def test_plan_with_two_sources(files: Files) -> None:
     ]  # fmt: skip
 
 
-def test_plan_says_what_is_worth_knowing(files: Files) -> None:
+def test_plan_prints_findings(files: Files) -> None:
     """D has a layer that P lacks: it is zeroed, and the findings report it."""
     lacking = kvhma.Geometry(files.remote.regions, files.remote.groups, files.remote.layers[:-1])
     files.write("lacking", lacking.to_json())

@@ -42,7 +42,7 @@ def test_readme_has_the_table() -> None:
         for name in models()
     ],
 )
-def test_what_is_planned_and_what_is_refused(difference: str, name: str) -> None:
+def test_planned_and_refused_pairs(difference: str, name: str) -> None:
     """Every pair again; a planned pair that reads less than D needs raises an AssertionError."""
     (one,) = (one for one in differences.DIFFERENCES if one.name == difference)
     assert Counter(differences.tried(name, one)) == RECORD[name][difference]

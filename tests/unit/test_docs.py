@@ -261,7 +261,7 @@ def test_documented_connectors_exist(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_an_engine_is_told_one_role(page):
+def test_an_engine_gets_one_role(page):
     """vLLM deprecates kv_both for its own connector, and a role decides on which side host memory is set aside."""
     roles = {config.get("kv_role") for config in connector_configs(page)}
     assert roles <= {"kv_producer", "kv_consumer", None}
@@ -274,7 +274,7 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md"])
-def test_a_page_says_first_who_needs_it(page):
+def test_the_first_line_of_a_page_names_its_readers(page):
     _, first, _ = (ROOT / page).read_text(encoding="utf-8").split("\n\n", 2)
     assert re.match(r"For [a-z]+ ", first), first
 

@@ -326,7 +326,7 @@ def raised(act: Callable[[], object]) -> KvhmaError:
 
 
 @pytest.mark.parametrize(("act", "kind", "data"), REFUSED, ids=CODES)
-def test_an_error_of_rust_carries_what_its_text_says(
+def test_an_error_of_rust_carries_the_facts_of_its_text(
     act: Callable[[], object], kind: type, data: dict[str, Any]
 ) -> None:
     error = raised(act)
@@ -379,7 +379,7 @@ def test_a_finding_and_the_error_that_refuses_its_pair_say_the_same() -> None:
     assert kvhma.validate(one, other)[0].text == kvhma.validate(other, one)[0].text
 
 
-def test_text_of_a_stranger_is_printable_and_data_is_as_it_was() -> None:
+def test_untrusted_text_is_printable_and_data_is_unchanged() -> None:
     error = raised(lambda: paired(("pages", 0, "parts", 0, "dtype"), "\x1b[2J"))
     assert isinstance(error, UnsupportedPairError)
     assert error.remote == "\x1b[2J"

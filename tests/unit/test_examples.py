@@ -138,7 +138,7 @@ def test_the_proxy_takes_its_arguments(started, how):
     assert (options.host, options.port) == ("0.0.0.0", 8000)
 
 
-def test_scripts_take_what_their_environment_says(tmp_path):
+def test_scripts_use_their_environment(tmp_path):
     given = {"PORT": "1", "SIDE_HOST": "h", "SIDE_PORT": "2", "SECRET_FILE": "/s", "ALLOWED": '["a:1"]'}
     for script in ("prefill.sh", "decode.sh"):
         command = script_command(script, tmp_path, **given)

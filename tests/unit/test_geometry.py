@@ -73,7 +73,7 @@ def form(geometry: Geometry) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("geometry", OPTIONS, ids=repr)
-def test_json_says_the_values_and_gives_them_back(geometry: Geometry) -> None:
+def test_json_round_trip(geometry: Geometry) -> None:
     text = geometry.to_json()
     assert text == json.dumps(form(geometry), separators=(",", ":"), ensure_ascii=False).encode()
     for written in (text, geometry.to_json(indent=2), text.decode(), bytearray(text)):

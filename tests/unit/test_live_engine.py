@@ -139,7 +139,7 @@ def test_where_a_peer_sends_decode_engines(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("peer_only")
-def test_a_peer_that_is_reached_where_it_says() -> None:
+def test_a_peer_at_its_advertised_address() -> None:
     port = free_port()
     at = Address("localhost", port)
     private, public = new_agent_key()
@@ -399,7 +399,7 @@ def test_memlock(
 # --- export ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_exported_can_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret_file: Path) -> None:
+def test_exported_geometries_can_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret_file: Path) -> None:
     """Two engines of several ranks: every file is the worker's geometry, and plan, explain, diff and map read it."""
     monkeypatch.chdir(tmp_path)
     for name, ranks, base in (("p", 2, 1 << 30), ("d", 1, 2 << 40)):

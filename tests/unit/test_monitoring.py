@@ -95,7 +95,7 @@ def test_the_dashboard_is_what_its_tool_writes() -> None:
     assert subprocess.run([sys.executable, ROOT / "tools/dashboard.py", "--check"], check=False).returncode == 0
 
 
-def test_panels_lie_beside_one_another() -> None:
+def test_panels_do_not_overlap() -> None:
     form = json.loads(DASHBOARD.read_text())
     cells = [
         (x, y)

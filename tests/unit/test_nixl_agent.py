@@ -126,7 +126,7 @@ def test_a_payload_needs_registered_memory(world):
 # --- handshake --------------------------------------------------------------------------------------------------
 
 
-def test_connecting_warms_up_and_nobody_sees_it(world):
+def test_connecting_warms_up_without_notifications(world):
     assert world.p_nixl.inbox == [("D", WARM_UP)]
     assert world.p.notifications() == []
     assert (world.peer.name, world.peer.payload.incarnation) == ("P", world.p.incarnation)
@@ -465,7 +465,7 @@ def test_an_aborted_transfer_is_kept_until_it_ends():
     assert world.d_nixl.released_in_flight == 0
 
 
-def test_a_transfer_nobody_holds_is_kept():
+def test_a_transfer_without_references_is_kept():
     world = World(polls=3)
     world.read([1], [2])
     assert len(world.d._in_flight.running()) == 1

@@ -119,7 +119,7 @@ def test_a_wrong_plan_is_seen_in_a_part(monkeypatch: pytest.MonkeyPatch) -> None
     assert of is not None
 
 
-def test_what_is_said_of_the_whole() -> None:
+def test_refusals_of_the_whole() -> None:
     """A refusal applies to the whole case: a part may lack the block that is refused."""
     case = real("gemma-3-27b")
     ids = [*case.local_spans[6].ids]

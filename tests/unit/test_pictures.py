@@ -173,7 +173,7 @@ def test_in_a_browser(name: str, flags: tuple[str, ...], paper: str, tmp_path: P
 
 
 @needs_browser
-def test_the_browser_finds_what_is_wrong(tmp_path: Path) -> None:
+def test_the_browser_finds_errors(tmp_path: Path) -> None:
     """Checks the probe: if it always succeeded it would prove nothing."""
     page = Drawing(1376, "", "")
     page.rect(0, 0, 200, 40, "read", "black on black")

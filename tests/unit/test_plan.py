@@ -43,7 +43,7 @@ def test_which_sources_a_rank_reads(name, decode, prefill, sources):
 
 @pytest.mark.parametrize(("decode", "prefill"), [(1, 4), (4, 1), (2, 4), (8, 4), (4, 8), (2, 3)])
 @pytest.mark.parametrize("name", ["DeepSeek-V3", "gpt-oss-20b"])
-def test_every_source_is_told_once_by_each_reader_and_none_waits_forever(name, decode, prefill):
+def test_every_reader_notifies_every_source_once(name, decode, prefill):
     if name == "gpt-oss-20b" and 3 in (decode, prefill):
         pytest.skip("8 heads do not divide by 3 in vLLM's layout; generated pairs cover sizes that do not divide")
     planned = plans(name, decode, prefill)
@@ -65,7 +65,7 @@ def test_readers_of_plans_that_do_not_belong_together():
         kvhma.readers([])
 
 
-def test_explain_says_who_holds_what_and_why():
+def test_explain_names_shards_and_reasons():
     text = plans("granite-4.0-h-tiny", 1, 2, conv="SD")[0].explain()
     assert "Rank 0 of 1 reads from 2 of 2 sources." in text
     assert "B whole; stored as [channels, rows] here and [rows, channels] there." in text
@@ -105,7 +105,7 @@ def test_a_layer_of_one_side_is_a_finding_and_the_rest_works():
     assert "zeroed, not read" in kvhma.plan(whole, fewer).explain()
 
 
-def test_nobody_holds_half_of_the_heads():
+def test_no_rank_holds_half_of_the_heads():
     half = ranks("gpt-oss-20b", 2)[:1]
     with pytest.raises(kvhma.UnsupportedPairError, match=r'part "kv".*heads 4\.\.8.*no source holds these items'):
         kvhma.plan(ranks("gpt-oss-20b", 1)[0], half)

@@ -182,7 +182,7 @@ def test_a_request_goes_through_both_engines(stream):
         (None, "unknown"),
     ],
 )
-def test_a_hand_off_that_did_not_happen_is_told(said, result, stream, caplog):
+def test_a_missing_hand_off_is_reported(said, result, stream, caplog):
     async def test():
         async with Fleet(said) as fleet:
             assert (await fleet.complete(stream=stream))[0] == 200
@@ -231,7 +231,7 @@ def test_what_the_decode_engine_computes_itself_is_computed_once(body, tickets):
         {"use_beam_search": False},
     ],
 )
-def test_what_is_handed_over(body):
+def test_bodies_with_a_hand_off(body):
     async def test():
         async with Fleet(usage(0)) as fleet:
             await fleet.complete(**body)
@@ -267,7 +267,7 @@ def test_what_an_engine_refuses_is_passed_on(role, status, outcome):
 
 
 @pytest.mark.parametrize("params", [None, [], "x"])
-def test_an_engine_without_a_connector_is_told_apart(params):
+def test_an_engine_without_a_connector_is_recognized(params):
     async def test():
         async with Fleet() as fleet:
             fleet.prefill.params = params
@@ -311,7 +311,7 @@ def test_health_names_the_status_of_an_engine():
     run(test())
 
 
-def test_an_answer_that_breaks_off_says_so():
+def test_an_answer_that_breaks_off_ends_with_an_error():
     async def test():
         async with Fleet() as fleet:
             fleet.decode[0].breaks = True
@@ -345,7 +345,7 @@ def test_a_client_that_hangs_up_ends_the_request_at_the_engine():
     run(test())
 
 
-def test_bodies_that_are_none():
+def test_invalid_bodies():
     async def test():
         async with Fleet() as fleet:
             for body in (b"{", b"[]", b"\xff"):
@@ -392,7 +392,7 @@ def answered(number):
     return {"do_remote_decode": True, "do_remote_prefill": False, "kvhma": {"number": number}}
 
 
-def test_the_next_turn_of_a_chat_is_told_what_came_back_with_the_last_one():
+def test_the_next_turn_of_a_chat_gets_the_parameters_of_the_last():
     async def test():
         async with Fleet(usage(40), turns=proxy.Turns()) as fleet:
             (decode,), prefill = fleet.decode, fleet.prefill
@@ -422,7 +422,7 @@ def test_the_next_turn_of_a_chat_is_told_what_came_back_with_the_last_one():
         (["a", "b", "c"], {"messages": [1, None]}),
     ],
 )
-def test_other_chats_are_told_nothing(said, more):
+def test_other_chats_get_no_parameters(said, more):
     async def test():
         async with Fleet(turns=proxy.Turns()) as fleet:
             fleet.decode[0].params = answered(0)

@@ -112,7 +112,7 @@ def test_only_one_index_may_repeat() -> None:
         )
 
 
-def test_json_says_it_only_where_it_is_so() -> None:
+def test_json_has_the_field_only_for_repeated_heads() -> None:
     alone, shared = seen({"layer": 1}, 0, 1), seen({"layer": 1}, 1, 2)
     assert b"may_repeat" not in alone.to_json()
     axes = json.loads(shared.to_json())["pages"][0]["parts"][0]["axes"]

@@ -60,7 +60,7 @@ def run(tmp_path, monkeypatch):
     return run
 
 
-def test_a_stopped_run_goes_on(run, tmp_path):
+def test_a_stopped_run_continues(run, tmp_path):
     assert run(stopped="yes")[:2] == (9, ["good", "bad", "lacking", "last"])
     assert run()[:2] == (1, ["bad", "last"])
     (tmp_path / "repaired").touch()
@@ -70,7 +70,7 @@ def test_a_stopped_run_goes_on(run, tmp_path):
     assert "4 ended before, with these sources: test_row[good], " in said
 
 
-def test_what_is_named_and_what_has_changed_is_run_again(run, tmp_path):
+def test_named_and_changed_tests_run_again(run, tmp_path):
     (tmp_path / "repaired").touch()
     rows = ["good", "bad", "lacking", "last"]
     assert run()[:2] == (0, rows)

@@ -76,7 +76,7 @@ def test_one_that_ends_too_early_is_named_with_the_end_of_its_log(tmp_path, caps
     assert capsys.readouterr().err.split() == [str(number) for number in range(12, 20)]
 
 
-def test_what_is_missing_is_named(monkeypatch):
+def test_missing_programs_are_named(monkeypatch):
     monkeypatch.setattr(serve_pair.importlib.util, "find_spec", lambda name: None)
     done = cli("serve-pair", "m")
     assert done.code == 2

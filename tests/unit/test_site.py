@@ -72,13 +72,13 @@ def test_no_table_is_cut_off(site: Path, tmp_path: Path, width: int) -> None:
 
 
 @needs_browser
-def test_what_is_supported_is_on_one_screen(site: Path, tmp_path: Path) -> None:
+def test_supported_features_are_on_one_screen(site: Path, tmp_path: Path) -> None:
     """A window of 1,080 pixels, with the header of the site above it."""
     supported, asked_for = look([site / "compatibility.html"], 1220, tmp_path)["heights"]
     assert asked_for < supported < 1000
 
 
-def test_every_page_says_version_and_repository(site: Path) -> None:
+def test_every_page_names_version_and_repository(site: Path) -> None:
     for page in site.glob("*.html"):
         text = page.read_text(encoding="utf-8")
         assert re.search(rf"<title>.*kvhma {re.escape(kvhma.__version__)}</title>", text), page

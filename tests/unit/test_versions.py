@@ -74,7 +74,7 @@ def test_all_of_them_were_run():
     assert f"| NixlConnector {VLLM_DEFAULT.removesuffix('.0')} |" in head
 
 
-def test_what_is_required():
+def test_requirements():
     pyproject = text("pyproject.toml")
     first = ".".join(map(str, series(VLLM[0])))
     major, minor = series(VLLM[-1])
