@@ -3,7 +3,7 @@
 
     python tools/machines.py    # writes the tables of the page anew
 
-A table is made from the one that the connector runs, so that the page cannot say anything else.
+A table is made from the one that the connector runs, so the page cannot differ from it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Table = Mapping[tuple[Any, Any], tuple[Any, Sequence[Any]]]
 
 
 def drawn(table: Table) -> str:
-    """Return a machine as Markdown: what each state waits for, its transitions, and what events and effects are."""
+    """Return a machine as Markdown: what each state waits for, transitions, and the meaning of events and effects."""
     states = list(dict.fromkeys([state for state, _ in table] + [state for state, _ in table.values()]))
     rows = ["| state | waits for | event → next state: effects |", "|---|---|---|"]
     for state in states:
@@ -43,10 +43,10 @@ def named(kind: str, members: Iterable[enum.Enum]) -> str:
 
 
 def filled(page: str) -> str:
-    """Return the page with the tables of today.
+    """Return the page with the current tables.
 
     Raises:
-        ValueError: it has no place for one of them.
+        ValueError: the page has no place for a table.
     """
     for name, text in {
         "loads": drawn(load_machine.TABLE),

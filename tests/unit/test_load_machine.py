@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine of a load: whatever happens, in any order, P's blocks are released once and tickets end once."""
+"""The state machine of a load: for events in any order, P's blocks are released once and tickets end once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load(name: str = "r") -> Load:
 
 
 def walk(seed: int) -> list[tuple[LoadState, LoadEvent, LoadState, tuple[LoadEffect, ...]]]:
-    """Give a load random events that its state can meet, until it ends."""
+    """Give a load random events that are possible in its state, until it ends."""
     rng, loads, one, steps = random.Random(seed), Loads(), load(), []
     while not one.state.is_end:
         state = one.state
@@ -49,13 +49,13 @@ def test_every_way_ends_well(part: int) -> None:
         events = [event for _, event, _, _ in steps]
         states = [state for _, _, state, _ in steps]
         done = [effect for *_, effects in steps for effect in effects]
-        # P is notified once of what it holds for this prompt, and never of another prompt's.
+        # P gets one release of its blocks for this prompt, and none for another prompt.
         is_read = LoadState.LOADING in states
         accepted = is_read or LoadEvent.SAME_PROMPT in events or LoadEvent.LAST_TURN in events
         assert sum(effect in RELEASES for effect in done) == accepted
-        # A ticket ends once, before anything of it is read as a whole.
+        # A ticket ends once, before the whole prompt is read.
         assert sum(effect in TICKET_ENDS for effect in done) == events.count(LoadEvent.TICKET)
-        # What the workers are asked for has blocks; a failure is reported once, and then nothing more is read.
+        # D requests a load only once it has blocks. A failure is reported once, and nothing is read after it.
         for state, event, following, effects in steps:
             if LoadEffect.ORDER in effects:
                 assert event in (LoadEvent.BLOCKS, LoadEvent.SETTLED, LoadEvent.HANDED_OFF)
@@ -154,7 +154,7 @@ def test_attempts_are_counted_and_forget_the_last_reports() -> None:
 
 
 def test_the_page_has_the_table() -> None:
-    """If not, run `python tools/machines.py`."""
+    """If this fails, run `python tools/machines.py`."""
     page = (Path(__file__).parents[2] / "docs/one-request.md").read_text(encoding="utf-8")
     assert machines.filled(page) == page
     with pytest.raises(ValueError, match="no line"):
