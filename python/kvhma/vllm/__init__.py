@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vLLM connector for hybrid models, loaded out of tree with ``"kv_connector": "KvhmaConnector"``.
 
-Where kvhma is not installed but on the path, add ``"kv_connector_module_path": "kvhma.vllm"``.
+If kvhma is on the path but not installed, add ``"kv_connector_module_path": "kvhma.vllm"``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["KvhmaConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    # What does not need vLLM, parameters and messages among it, can be imported without it.
+    # Lazy: parameters and messages can be imported without vLLM.
     if name == "KvhmaConnector":
         from kvhma.vllm.connector import KvhmaConnector
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The accelerator that a worker's caches are on: work on it is ordered, and no thread waits for all of it."""
+"""The accelerator of a worker's caches. The connector orders its work there, and no thread waits for all work."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvhma.errors import GeometryError
 from kvhma.vllm.cache_device import HOST, CacheDevice
 
 _HIGH_PRIORITY = -1
-"""What the connector launches is short, and loads wait for it: it goes before what the engine's streams still hold."""
+"""The connector's work is short, and loads wait for it, so it runs before queued work of the engine's streams."""
 
 
 class Accelerator(CacheDevice):
-    """A device of torch's, and a stream of the connector's own on it.
+    """A torch device, and the connector's own stream on it.
 
-    Blocks that were just allocated may still be written by the steps before. What is written to them after comes after
-    an event on the engine's stream, so neither a thread nor the device waits for anything else::
+    Earlier steps may still write to newly allocated blocks. So the connector's work waits for an event on the engine's
+    stream, and neither a thread nor the device waits for anything else::
 
         engine's stream   ... step k-1 |mark| step k ................. | step k+1 ...
         own stream                          '-> zero |done
@@ -28,16 +28,16 @@ class Accelerator(CacheDevice):
     is_host = False
 
     def __init__(self, device: torch.device) -> None:
-        """Make the stream; the calling thread is the engine's."""
+        """Make the stream; the engine's thread calls this."""
         self._device = device
         self._stream = torch.Stream(device, priority=_HIGH_PRIORITY)
 
     def choose(self) -> None:
         """See :class:`CacheDevice`.
 
-        A thread begins on device 0 and without a context. UCX looks for one in the thread that connects or posts, and
-        leaves out the transports between devices if there is none. torch does not choose what seems to be chosen, so it
-        takes an operation to have a context, on device 0 too.
+        A thread begins on device 0 and without a context. UCX looks for a context in the thread that connects or posts;
+        without a context it skips the transports between devices. torch creates the context with the first operation,
+        not with the choice of a device.
         """
         torch.accelerator.set_device_index(self._device)
         torch.zeros(1, device=self._device)
@@ -49,17 +49,17 @@ class Accelerator(CacheDevice):
         return event
 
     def launch(self, work: Callable[[], None], after: torch.Event | None) -> torch.Event:
-        """Launch work on the connector's own stream; return the event after it.
+        """Launch work on the connector's stream; return the event after it.
 
-        What `work` has launched before it raised is waited for: nobody would know of it.
+        If `work` raises, it waits for what `work` has launched, because the caller gets no event.
 
         Args:
-            work: what launches, on torch's current stream.
-            after: what the device has to have done before; None if nothing.
+            work: launches on torch's current stream.
+            after: device work that has to end before; None without any.
         """
         if after is not None:
             self._stream.wait_event(after)
-        # vLLM may have made its tensors in inference mode, and such a tensor is written in that mode only.
+        # vLLM may have made its tensors in inference mode, and these can only be written in that mode.
         with self._stream, torch.inference_mode():
             try:
                 work()
@@ -70,10 +70,10 @@ class Accelerator(CacheDevice):
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> CacheDevice:
-    """Return the device that all of some tensors are on; host memory if there are none.
+    """Return the device of all tensors; host memory without tensors.
 
     Raises:
-        GeometryError: they are on several.
+        GeometryError: they are on several devices.
     """
     devices = sorted({tensor.device for tensor in tensors}, key=str)
     if len(devices) > 1:

@@ -23,10 +23,10 @@ _MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
 class AllowedEngines:
     """One entry of the setting.
 
-    Nothing is looked up: a name stands for itself as parameters write it, and never for an address.
+    Names are not looked up. A name matches the same name in parameters, never an address.
 
     Attributes:
-        host: a name in lower case, or a network; one address is a network of one.
+        host: a name in lower case, or a network; a single address is a network with one address.
         port: of the side channel; None for every port.
     """
 
@@ -35,7 +35,7 @@ class AllowedEngines:
 
     @classmethod
     def read(cls, text: str) -> AllowedEngines | None:
-        """Read ``host``, ``address`` or ``network``, each with ``:port`` or without; None if it is neither.
+        """Read ``host``, ``address`` or ``network``, each with ``:port`` or without; None for anything else.
 
         IPv6 with a port is in brackets: ``[2001:db8::1]:5600``, ``[2001:db8::]/32:5600``.
         """
@@ -52,12 +52,12 @@ class AllowedEngines:
         network, name = _network(host), _name(host)
         if network is not None:
             return cls(network, port)
-        # The system's resolver takes a name that ends in a number for an address.
+        # The system's resolver reads a name that ends in a number as an address.
         return cls(name, port) if _NAME.fullmatch(name) and not name.rpartition(".")[2].isdigit() else None
 
     @classmethod
     def at(cls, address: Address) -> AllowedEngines:
-        """Return the entry that allows one address and no other."""
+        """Return the entry that allows only this address."""
         return cls(_network(address.host.partition("%")[0]) or _name(address.host), address.port)
 
     def covers(self, address: Address) -> bool:
@@ -67,7 +67,7 @@ class AllowedEngines:
         if isinstance(self.host, str):
             return self.host == _name(address.host)
         if not is_numeric(address):
-            return False  # also what only looks like an address, "10.0.0.1/32": that would be looked up as a name
+            return False  # this includes "10.0.0.1/32", which looks like an address and would be looked up as a name
         numeric = _network(address.host.partition("%")[0])
         return numeric is not None and numeric.version == self.host.version and numeric[0] in self.host
 
@@ -77,7 +77,7 @@ def _name(host: str) -> str:
 
 
 def _network(text: str) -> Network | None:
-    """Return an address or a network; what is IPv4 inside of IPv6 as IPv4."""
+    """Return an address or a network; IPv4 inside IPv6 as IPv4."""
     try:
         network = ipaddress.ip_network(text, strict=False)
     except ValueError:

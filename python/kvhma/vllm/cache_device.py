@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device that a worker's caches are on, as its threads have to know it. This file does without torch."""
+"""The device of a worker's caches, as its threads use it. This file does not need torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ResultT = TypeVar("ResultT")
 
 
 class CacheDevice:
-    """Host memory: there is nothing to choose and nothing to order. :class:`kvhma.vllm.accelerator.Accelerator` has.
+    """Host memory, where nothing has to be chosen or ordered. :class:`kvhma.vllm.accelerator.Accelerator` has to.
 
     Attributes:
         is_host: whether it is host memory.
@@ -22,10 +22,10 @@ class CacheDevice:
     is_host = True
 
     def choose(self) -> None:
-        """Make it the device of the calling thread, which comes before the thread uses NIXL, or torch, on it."""
+        """Make it the device of the calling thread, before the thread uses NIXL or torch on it."""
 
     def chosen(self, work: Callable[[], ResultT]) -> Callable[[], ResultT]:
-        """Return what chooses the device and then does the work, for a thread to begin with."""
+        """Return a function for a new thread that chooses the device and then does the work."""
 
         def run() -> ResultT:
             self.choose()
@@ -34,12 +34,12 @@ class CacheDevice:
         return run
 
     def launch(self, work: Callable[[], None], after: torch.Event | None) -> torch.Event | None:
-        """Begin some work; return the event after it, None if it is done."""
+        """Begin some work; return the event after it, or None if it is done."""
         work()
         return None
 
     def mark(self) -> torch.Event | None:
-        """Return an event after all that the calling thread has launched; None if nothing runs on after a launch."""
+        """Return an event after all work that the calling thread has launched; None if launches complete at once."""
         return None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read from vLLM's configuration, and which of its features the connector refuses."""
+"""Reads vLLM's configuration, and refuses features that the connector does not support."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # vLLM 0.31 does not tell sources apart
+except ImportError:  # vLLM 0.31 does not distinguish sources
     CACHE_HIT_SOURCE: Any = None
 else:
     CACHE_HIT_SOURCE = CacheHitSource.P2P
@@ -45,37 +45,37 @@ _INDEXERS = frozenset(
 _PLATFORMS = ("cuda", "rocm", "xpu", "cpu")
 
 _GROUPS_OF_STATE = ("n_groups", "mamba_n_groups", "mamba_ngroups")
-"""What configurations of models call the groups of B and C."""
+"""Names of the groups of B and C in model configurations."""
 
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
-"""What configurations of models call the parameters of rotary embeddings."""
+"""Names of the parameters of rotary embeddings in model configurations."""
 
 _MAX_TEXT = 1000
 
 
 def check_config(config: VllmConfig) -> None:
-    """Refuse what cannot be served, before anything is allocated.
+    """Refuse unsupported features before anything is allocated.
 
     Raises:
         UnsupportedPairError: the text names the setting and both values.
     """
     parallel, model = config.parallel_config, config.model_config
-    # A setting of the model's in some versions, in others one of a configuration of its own.
+    # In some versions a setting of the model, in others of a separate configuration.
     routed = "enable_return_routed_experts"
     aux = getattr(config, "aux_output_config", None)
     required: list[tuple[str, Any, Any]] = [
         (routed, getattr(model, routed, False), False),
         (f"aux_output_config.{routed}", getattr(aux, routed, False), False),
     ]
-    # Before 0.33 vLLM says nothing when it remaps the caches, and other engines would read what is there instead.
+    # Before 0.33 vLLM does not notify connectors when it remaps the caches. Other engines would read other memory.
     if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
         required.append(("enable_sleep_mode", getattr(model, "enable_sleep_mode", False), False))
-    # In 0.31 it takes a block for one of all running requests by how many use it, and does not know who keeps blocks.
+    # In 0.31 vLLM finds blocks that all running requests share by their reference count, which leases increase.
     if hasattr(FullAttentionManager, "get_num_common_prefix_blocks"):
         required.append(("disable_cascade_attn", getattr(model, "disable_cascade_attn", True), True))
     ranks = parallel.prefill_context_parallel_size
     if ranks > 1 and (speculative := getattr(config, "speculative_config", None)) is not None:
-        # A draft may compute on one of these ranks or on all; nothing has shown yet which of them have its tokens.
+        # A draft may compute on one of these ranks or on all. It is not verified yet which ranks have its tokens.
         raise UnsupportedPairError(
             f"prefill_context_parallel_size is {ranks} and speculative_config is {speculative.method!r}, the kvhma "
             "connector supports one of them at a time"
@@ -87,25 +87,25 @@ def check_config(config: VllmConfig) -> None:
 
 
 def check_items(config: VllmConfig, settings: Settings) -> None:
-    """Refuse to compute prompts of which only P has seen the multimodal items.
+    """Refuse local prefill of prompts whose multimodal items only P has seen.
 
     Raises:
-        SettingsError: loads that fail are computed; the text names the settings.
+        SettingsError: failed loads would fall back to local prefill; the text names the settings.
     """
     transfer = _transfer_config(config)
     if settings.trusts_items and transfer.is_kv_consumer and transfer.kv_load_failure_policy != "fail":
         raise SettingsError(
             f"kv_connector_extra_config: mm_items is {settings.mm_items!r} and kv_load_failure_policy is "
-            f"{transfer.kv_load_failure_policy!r}, expected 'fail': a decode engine cannot compute items that it was "
-            "not given"
+            f"{transfer.kv_load_failure_policy!r}, expected 'fail': a decode engine cannot compute items that it "
+            "did not get"
         )
 
 
 def rank_info_of(config: VllmConfig) -> RankInfo:
-    """Return the rank of this worker, and what no spec says of the model's states.
+    """Return the rank of this worker, and facts of the model's states that no spec has.
 
-    vLLM numbers workers so that tensor-parallel ranks are innermost, and context-parallel groups so that prefill
-    context-parallel ranks are::
+    In vLLM's numbering of workers tensor-parallel ranks are innermost. In context-parallel groups prefill
+    context-parallel ranks are innermost::
 
         rank       0       1       2       3       4       5       6       7       tp 2, pcp 2, pp 2
         pp/pcp/tp  0/0/0   0/0/1   0/1/0   0/1/1   1/0/0   ...
@@ -116,12 +116,12 @@ def rank_info_of(config: VllmConfig) -> RankInfo:
     text = config.model_config.hf_text_config
     groups = next((getattr(text, name) for name in _GROUPS_OF_STATE if getattr(text, name, None)), None)
     pcp_size, cp_size = parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size
-    others, tp_rank = divmod(parallel.rank, parallel.tensor_parallel_size)
+    outer_rank, tp_rank = divmod(parallel.rank, parallel.tensor_parallel_size)
     return RankInfo(
         tp_rank=tp_rank,
         tp_size=parallel.tensor_parallel_size,
         state_groups=groups,
-        cp_rank=(tp_rank * pcp_size + others % pcp_size) % cp_size,
+        cp_rank=(tp_rank * pcp_size + outer_rank % pcp_size) % cp_size,
         cp_size=cp_size,
         cp_interleave=parallel.cp_kv_cache_interleave_size,
         cp_tp_size=max(1, cp_size // pcp_size),
@@ -129,7 +129,7 @@ def rank_info_of(config: VllmConfig) -> RankInfo:
 
 
 def writer_of(config: VllmConfig) -> Callable[[str], Writer]:
-    """Return a function that says who writes the cache of a layer."""
+    """Return a function that returns the writer of a layer's cache."""
     context = config.compilation_config.static_forward_context
     platform = next((name for name in _PLATFORMS if getattr(current_platform, f"is_{name}")()), "")
     capability = current_platform.get_device_capability()
@@ -153,7 +153,7 @@ def writer_of(config: VllmConfig) -> Callable[[str], Writer]:
 
 
 def _cache_dtype(layer: Any) -> str:
-    """The cache type of a layer; 8-bit floats are not the same on every platform."""
+    """Return the cache type of a layer, with the platform's kind of 8-bit floats."""
     found = getattr(layer, "kv_cache_dtype", None) or getattr(getattr(layer, "cache_config", None), "cache_dtype", None)
     name = found if isinstance(found, str) else ""
     if name == "fp8":
@@ -162,7 +162,7 @@ def _cache_dtype(layer: Any) -> str:
 
 
 def _indexer_dtype(config: VllmConfig) -> str:
-    """The cache type of an indexer, a setting of its own, and how its scales are stored, which hardware decides."""
+    """Return the cache type of an indexer, a separate setting, and how the hardware stores its scales."""
     kept = config.attention_config.resolve_indexer_kv_dtype("fp8")
     scales = "mx" if _indexer_has_mx_scales() else "float32"
     return f"indexer-{kept}/{scales}/{_name_of(current_platform.fp8_dtype())}"
@@ -178,7 +178,7 @@ def _name_of(dtype: Any) -> str:
 
 
 def nixl_package() -> str:
-    """Return the name of NIXL's package on this platform, as vLLM's own connector chooses it."""
+    """Return the name of NIXL's package on this platform, as vLLM's own connector does."""
     return "nixl_rocm" if current_platform.is_rocm() else "nixl"
 
 
@@ -190,48 +190,48 @@ def host_staged(config: VllmConfig, settings: Settings) -> bool:
 
 
 def staging_slots(config: VllmConfig, caches: KVCacheConfig, settings: Settings) -> SlotRanges:
-    """Return the slots in host memory, of as many blocks as the settings say for each role that the engine has."""
+    """Return the slots in host memory: the number of blocks in the settings, for each role of the engine."""
     if not host_staged(config, settings):
         return NO_SLOTS
     groups = [caches.kv_cache_groups[index].kv_cache_spec for index in transferred_groups(caches)]
-    # Of every request at least one goes through at a time.
+    # At least one request of any length fits at a time.
     longest = sum(-(-config.model_config.max_model_len // spec.block_size) + 1 for spec in groups)
-    least = min(longest, caches.num_blocks)
-    count = settings.staging_blocks or max(caches.num_blocks // 4, least)
+    needed = min(longest, caches.num_blocks)
+    count = settings.staging_blocks or max(caches.num_blocks // 4, needed)
     transfer = _transfer_config(config)
     return SlotRanges.of(count if transfer.is_kv_producer else 0, count if transfer.is_kv_consumer else 0)
 
 
 def _transfer_config(config: VllmConfig) -> KVTransferConfig:
     if config.kv_transfer_config is None:
-        raise SettingsError("kv_transfer_config is None, expected the connector's")
+        raise SettingsError("kv_transfer_config is missing, expected the connector's")
     return config.kv_transfer_config
 
 
 def engine_id_of(config: VllmConfig) -> str:
-    """Return the engine's name of itself; vLLM makes one up where none is set.
+    """Return the name of the engine. vLLM makes a name if it is not set.
 
     Raises:
-        SettingsError: it has none.
+        SettingsError: the engine has no name.
     """
     engine_id: str | None = _transfer_config(config).engine_id
     if engine_id is None:
-        raise SettingsError("kv_transfer_config: engine_id is None, expected the name of the engine")
+        raise SettingsError("kv_transfer_config: engine_id is missing, expected the name of the engine")
     return engine_id
 
 
 def side_channel_of(config: VllmConfig, settings: Settings) -> Address:
-    """Return where the listener of an engine binds."""
+    """Return the address that the listener of an engine binds to."""
     host = settings.side_channel_host or vllm.envs.VLLM_NIXL_SIDE_CHANNEL_HOST
     port = settings.side_channel_port or vllm.envs.VLLM_NIXL_SIDE_CHANNEL_PORT
     return Address(host, port + config.parallel_config.data_parallel_index)
 
 
 def advertised_of(config: VllmConfig, settings: Settings) -> Address:
-    """Return where other engines are told to reach the listener of an engine.
+    """Return the address of an engine's listener for other engines.
 
     Raises:
-        SettingsError: it binds to every address of this machine, and which of them others reach is not known.
+        SettingsError: it binds to every address of this machine, and the one that other engines reach is not known.
     """
     bind = side_channel_of(config, settings)
     port = bind.port
@@ -241,7 +241,7 @@ def advertised_of(config: VllmConfig, settings: Settings) -> Address:
         return Address(settings.advertised_host, port)
     if not bind.is_wildcard:
         return Address(bind.host, port)
-    own = Address(get_ip(), port)  # VLLM_HOST_IP, or the address by which this machine reaches others
+    own = Address(get_ip(), port)  # VLLM_HOST_IP, or the address from which this machine reaches other hosts
     if own.is_wildcard:
         raise SettingsError(
             f"side_channel_host is {bind.host!r}, every address of this machine, and none of them was found: set "
@@ -251,28 +251,28 @@ def advertised_of(config: VllmConfig, settings: Settings) -> Address:
 
 
 def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) -> EngineFacts:
-    """Return what the connector's scheduler has to know of its engine."""
+    """Return the facts of an engine for the connector's scheduler."""
     parallel = config.parallel_config
     groups = transferred_groups(caches)
-    # The scheduler has the layers of the first stage. Of a group that has none there it knows the spec.
+    # The scheduler has the layers of the first stage. Of a group without layers there it has the spec.
     kinds = {
         kind_of(next(iter(group.layer_names), "of a later stage"), spec)
         for group in (caches.kv_cache_groups[index] for index in groups)
         for spec in iter_layer_specs(group.kv_cache_spec)
     }
-    # D computes the last token of a prompt in any case. It needs the state of the token before, and its window or chunk
-    # may begin in a block that P, one token further, has freed: so P stops before the last token.
+    # D always computes the last token of a prompt. It needs the state of the token before. Its window or chunk may
+    # begin in a block that P frees with the last token. So P stops before the last token.
     keeps_all = kinds <= {"full", "mla"}
     cp_size = parallel.decode_context_parallel_size
     if cp_size > 1 and "ssm" in kinds and config.cache_config.enable_prefix_caching:
-        # Hits may end inside of blocks there in ways of their own, which nothing has shown yet to be filled up.
+        # Prefix hits may end inside blocks there. It is not verified yet that loads fill up such blocks.
         raise UnsupportedPairError(
             f"decode_context_parallel_size is {cp_size} and enable_prefix_caching is True, with recurrent states the "
             "kvhma connector supports one of them at a time"
         )
     if cp_size > 1 and not config.use_v2_model_runner:
         _check_sharded(cp_size, [caches.kv_cache_groups[index].kv_cache_spec for index in groups])
-    # A draft module of several steps reads tokens that only D knows.
+    # A draft module with several steps reads tokens that only D knows.
     lookahead = getattr(config, "num_prefill_lookahead_tokens", 0) - 1
     return EngineFacts(
         engine_id=engine_id_of(config),
@@ -299,30 +299,31 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
 
 
 def _check_sharded(cp_size: int, specs: Sequence[KVCacheSpec]) -> None:
-    """Refuse attention that every rank is to keep whole, as a draft without context parallelism does.
+    """Refuse attention that every rank stores whole, as a draft without context parallelism does.
 
-    Model Runner V2 maps tokens to slots as each group's spec says; its predecessor shares them in every group
+    Model Runner V2 maps tokens to slots by each group's spec. Its predecessor distributes tokens in every group
     (vllm/v1/worker/gpu/block_table.py and vllm/v1/worker/block_table.py).
     """
     for spec in specs:
-        if any(isinstance(one, AttentionSpec) and not one.dcp_sharded for one in iter_layer_specs(spec)):
+        layers = iter_layer_specs(spec)
+        if any(isinstance(layer, AttentionSpec) and not layer.dcp_sharded for layer in layers):
             raise UnsupportedPairError(
                 f"decode_context_parallel_size is {cp_size} and dcp_sharded of a {type(spec).__name__} is False, which "
-                "Model Runner V1 does not write so: set VLLM_USE_V2_MODEL_RUNNER=1"
+                "Model Runner V1 does not support: set VLLM_USE_V2_MODEL_RUNNER=1"
             )
 
 
 def may_wait(config: VllmConfig) -> bool:
-    """Return whether a step may wait for loads without keeping other engines or stages from theirs."""
+    """Return whether a step may wait for loads without delaying other engines or stages."""
     parallel = config.parallel_config
     return bool(parallel.data_parallel_size * parallel.pipeline_parallel_size == 1)
 
 
 def no_answers(config: VllmConfig, settings: Settings) -> str:
-    """Return why no answers are kept for the next turns of their conversations, nor read; empty if they are."""
+    """Return why answers are not held for the next turns of their conversations, nor read; empty if they are."""
     if host_staged(config, settings):
         return "blocks go through host memory"
-    # Nothing has shown yet where an answer ends that several stages, or ranks with tokens of their own, have written.
+    # With several stages, or ranks that have different tokens, the end of an answer is not verified yet.
     sizes = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
     found = ((name, getattr(config.parallel_config, name)) for name in sizes)
     return next((f"{name} is {size}" for name, size in found if size > 1), "")
@@ -336,13 +337,13 @@ def _drafted_state(config: VllmConfig) -> bool:
 
 
 def identity_of(config: VllmConfig, settings: Settings) -> ModelIdentity:
-    """Return which model an engine runs."""
+    """Return the identity of an engine's model."""
     model = config.model_config
     dtype = _name_of(model.dtype)
     cache_dtype = resolve_kv_cache_dtype_string(config.cache_config.cache_dtype, model)
     text_config = model.hf_text_config
     return ModelIdentity(
-        # vLLM puts a local folder in the place of a model that it fetched from an object store.
+        # For a model from an object store, vLLM replaces its name by a local folder.
         model=_bounded(getattr(model, "model_weights", "") or model.model),
         revision=_revision(model),
         model_id=settings.model_id,
@@ -377,7 +378,7 @@ def _overrides(model: ModelConfig) -> dict[str, Any]:
 def _draft(config: VllmConfig) -> str | None:
     speculative = config.speculative_config
     draft = None if speculative is None else speculative.draft_model_config
-    # Methods without a draft model name the model itself here: what drafts is part of it.
+    # Methods without a draft model name the model itself here, because its own layers draft.
     if draft is None or draft.model == config.model_config.model:
         return None
     return _bounded(f"{draft.model} {_revision(draft) or ''} {_name_of(draft.dtype)}")
@@ -388,7 +389,7 @@ def _json(value: Any) -> str:
 
 
 def _bounded(text: str) -> str:
-    """Return a text as it is, or the beginning of a long one and a digest of all of it."""
+    """Return a text unchanged, or the beginning of a long text and a digest of all of it."""
     if len(text) <= _MAX_TEXT:
         return text
     return f"{text[:100]}... {hashlib.sha256(text.encode()).hexdigest()}"

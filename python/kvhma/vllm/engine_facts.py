@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read from vLLM's configuration once and decides how requests are handed over."""
+"""Facts of vLLM's configuration that decide how requests are handed off. They are read once."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ class EngineFacts:
 
     Attributes:
         engine_id: name of the engine.
-        address: where other engines reach its listener, as its parameters say.
+        address: where other engines reach its listener; its parameters advertise this address.
         tp_size: tensor-parallel ranks.
         pp_size: pipeline stages.
-        has_state: whether any group keeps recurrent state, which is good for one position only.
-        has_windows: whether any group frees blocks that windows or chunks have passed.
+        has_state: whether any group has recurrent state, which is valid at one position only.
+        has_windows: whether any group frees blocks that are before its window or chunk.
         backoff: tokens at the end of a prompt that D computes itself.
-        recompute: whether a load that failed is recomputed instead of failing the request.
+        recompute: whether a failed load falls back to local prefill instead of failing the request.
         host_staged: whether blocks go through host memory.
-        transfer_groups: which groups of the engine take part.
-        staging: slots of the pool in host memory; none if blocks do not go through it.
-        drafted_state: whether decoding leaves a state where the drafts that were accepted ended: in another slot, some
-            rows further, or in a ring. Only right after a prompt it is where another engine looks for it.
-        max_model_len: tokens of a request at most.
-        keeps_answers: whether answers are kept for the next turns of their conversations, and read.
+        transfer_groups: indices of the transferred groups.
+        staging: slots of the pool in host memory; empty if blocks do not go through host memory.
+        drafted_state: whether decoding moves the state with the accepted drafts: to another slot, to later rows, or in
+            a ring. Another engine finds the state only directly after the prompt.
+        max_model_len: most tokens of a request.
+        keeps_answers: whether answers are held for the next turns of their conversations, and read.
         pcp_size: prefill context-parallel ranks.
         dcp_size: ranks that share the tokens of a cache.
-        drafts: whether it decodes speculatively. A step's results may be back then before its drafts are: vLLM 0.32
-            copies what was sampled first, and the layers of a draft model write their caches meanwhile.
+        drafts: whether it decodes speculatively. Then a step's results may arrive before its drafts: vLLM 0.32 first
+            copies the sampled tokens, while the layers of a draft model still write their caches.
         positions_depend_on_items: whether the positions of tokens depend on the multimodal items before them (M-RoPE).
-        may_wait: whether a step with nothing to compute may wait without keeping other engines or stages from theirs.
+        may_wait: whether a step with nothing to compute may wait without delaying other engines or stages.
         bind: where its listener binds; None for `address`.
     """
 
@@ -61,7 +61,7 @@ class EngineFacts:
     bind: Address | None = None
 
     def is_own(self, address: Address) -> bool:
-        """Return whether an address, looked at from this host, is plainly that of this engine's own listener."""
+        """Return whether an address leads, from this host, obviously to this engine's own listener."""
         bind = self.bind or self.address
         on_all = bind.is_wildcard and bind.port == address.port and is_loopback(address.host)
         return on_all or address in (self.address, bind)
@@ -79,19 +79,19 @@ class EngineFacts:
 
     @property
     def workers(self) -> int:
-        """How many workers the engine has."""
+        """Number of workers of the engine."""
         return self.tp_size * self.pp_size * self.pcp_size
 
     @property
     def worker_releases(self) -> bool:
-        """Whether one worker alone loads a request, so that it tells P itself when the blocks are not needed."""
+        """Whether one worker alone loads a request, so that it releases the blocks at P itself."""
         return self.workers == 1
 
     @property
     def ranks_of_stage(self) -> int:
-        """Workers of a stage that say hello, each with a rank of its own.
+        """Number of workers of a stage with different worker identities.
 
-        vLLM numbers prefill context-parallel ranks only where they keep different tokens; else all of them keep the
-        same, and one of each tensor-parallel rank is enough.
+        vLLM numbers prefill context-parallel ranks only if they have different tokens. Otherwise all have the same
+        tokens, and one of each tensor-parallel rank is enough.
         """
         return self.tp_size * (self.pcp_size if self.dcp_size > 1 else 1)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cache formats are known, each recognised by everything that decides it.
+"""The known cache formats, each recognised by everything that decides it.
 
-A format is known if the code of vLLM that writes it was read. A spec says how large a page is, not always what a kernel
-does with it: on one GPU the indexer of DeepSeek-V3.2 stores the keys of a block and then their scales, on another one
-it shuffles the keys. docs/formats.md has the lists of this module as a table.
+A format is known if we have read the code of vLLM that writes it. A spec has the size of a page, but not always what a
+kernel writes there. For example, on one GPU the indexer of DeepSeek-V3.2 stores the keys of a block and then their
+scales; on another GPU it shuffles the keys. docs/formats.md has the lists of this module as a table.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvhma.vllm.writer_source import source_fingerprint
 
 KINDS: dict[str, Kind] = {
     "ChunkedLocalAttentionSpec": "chunked",
-    # One block for each request, written in a circle: valid at one position only, as a state is.
+    # One block for each request, written as a ring: valid at one position only, like a state.
     "CircularBufferSpec": "ssm",
     "FullAttentionSpec": "full",
     "HiddenStateCacheSpec": "mla",
@@ -27,7 +27,7 @@ KINDS: dict[str, Kind] = {
     "MambaSpec": "ssm",
     # Frees only generated tokens, which are not transferred.
     "RSWASpec": "full",
-    # The sinks come from the model's weights in each engine, and are in no request's block table.
+    # The sinks come from the model's weights in each engine. No request's block table has them.
     "SinkFullAttentionSpec": "full",
     "SlidingWindowMLASpec": "sliding",
     "SlidingWindowSpec": "sliding",
@@ -35,13 +35,13 @@ KINDS: dict[str, Kind] = {
 """The planner's kind of group for each spec."""
 
 NOT_TRANSFERRED = frozenset({"EncoderOnlyAttentionSpec", "HiSparseHotSpec", "HiSparseResidentSpec"})
-"""Caches that are not transferred: they have no bytes, or vLLM fills them from other caches after a load."""
+"""Caches that are not transferred, because they have no bytes or vLLM fills them from other caches after a load."""
 
 REFUSED = {
     "CrossAttentionSpec": "its blocks hold the encoder's tokens, and vLLM does not run the encoder for a prompt that "
     "was loaded",
 }
-"""Caches that cannot be right after a load, and why."""
+"""Caches that would be wrong after a load, with the reason."""
 
 _SPECS_WITH_HEADS = frozenset(
     {"ChunkedLocalAttentionSpec", "FullAttentionSpec", "RSWASpec", "SinkFullAttentionSpec", "SlidingWindowSpec"}
@@ -98,10 +98,10 @@ _BACKENDS_OF_MLA = frozenset(
         "XPU_MLA_SPARSE",
     }
 )
-"""Backends whose cache is written by MLA's common functions: for each token its latent, then its positions."""
+"""Backends whose cache MLA's common functions write: for each token its latent, then its positions."""
 
 _PLAIN_CACHE_DTYPES = frozenset({"", "auto", "bfloat16", "float", "float16", "float32", "half"})
-"""Names of cache types that say no more than the items of the view."""
+"""Names of cache types that add nothing to the dtype of the view."""
 
 _MIXED_TOKEN_BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 """Bytes of a token of cache types that mix numbers of several types."""
@@ -109,14 +109,14 @@ _MIXED_TOKEN_BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 _V32_INDEXER_SECTIONS = (128, 4)
 _V4_WINDOW_SECTIONS = (576, 8)
 _V41_WINDOW_SECTIONS = {"0.31": (512, 16), "0.32": (512, 16), "0.33": (528,)}
-"""Bytes of a token in each section of a block, for DeepSeek. In 0.33 each token of V4.1 has its scales beside it."""
+"""Bytes of a token in each section of a block, for DeepSeek. In 0.33 each token of V4.1 has its scales next to it."""
 
 _KNOWN_VERSIONS = frozenset(_V41_WINDOW_SECTIONS)
-"""Versions of vLLM whose writers were read. Of others only what a spec itself promises is known."""
+"""Versions of vLLM whose writers we have read. Of other versions only the spec is known."""
 
 
 _RELEASE = re.compile(r"(\d+\.\d+)\.\d+(?:\.post\d+)?(?:\+[\w.]+)?")
-"""A release of vLLM, and its series. Any other version is one of many days of development."""
+"""A release of vLLM, and its series. Any other version is a development version."""
 
 _DECIDES_BYTES = frozenset({"customize_spec", "get_impl_cls"})
 """Methods of a backend that decide the bytes of its cache: the page, and the class whose kernels write it."""
@@ -124,18 +124,18 @@ _DECIDES_BYTES = frozenset({"customize_spec", "get_impl_cls"})
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """What writes a layer's cache, which no spec says. What is empty is not known.
+    """The writer of a layer's cache, which is not part of its spec. Empty fields are unknown.
 
     Attributes:
-        backend: the name of what writes, as :func:`backend_name` returns it.
+        backend: the name of the writer, from :func:`backend_name`.
         platform: ``"cuda"``, ``"rocm"``, ``"xpu"`` or ``"cpu"``.
-        capability: of the device, by which kernels are chosen, e.g. ``"9.0"``.
-        cache_dtype: the cache type as vLLM calls it, with the platform's 8-bit float where it has one, e.g.
+        capability: of the device, which decides the kernels, e.g. ``"9.0"``.
+        cache_dtype: vLLM's name of the cache type, with the platform's kind of 8-bit floats if it has them, e.g.
             ``"fp8_ds_mla/float8_e4m3fn"``.
         version: vLLM's version.
-        cpu_kernel: the instructions for which vLLM's CPU attention packs a block, e.g. ``"amx"``; None for other
+        cpu_kernel: the instruction set for which vLLM's CPU attention packs a block, e.g. ``"amx"``; None for other
             attention.
-        classes: of the layer and of its backend, whose source is compared where the format was not read.
+        classes: of the layer and of its backend. Their source is compared for unknown formats.
     """
 
     backend: str = ""
@@ -148,11 +148,11 @@ class Writer:
 
 
 def backend_name(backend: Any) -> str:
-    """Return the name by which formats are known of the class that writes the cache of an attention backend.
+    """Return the name of the class that writes an attention backend's cache, as the lists here use it.
 
-    A composite backend lets one of its children write for both, so the name is the child's. A subclass may keep the
-    name of its base and yet bring a page or kernels of its own. The name then says the class too, as in
-    ``"FLASHMLA_SPARSE/HYV4FlashMLASparseBackend"``. So does the name of a class that is not vLLM's own.
+    In a composite backend a child writes for both, so the name is the child's. A subclass may have the name of its base
+    but a different page or different kernels. Then the name includes the class, as in
+    ``"FLASHMLA_SPARSE/HYV4FlashMLASparseBackend"``. So does the name of a class that is not vLLM's.
 
     Args:
         backend: vLLM's class of the backend.
@@ -171,10 +171,10 @@ def backend_name(backend: Any) -> str:
 
 
 def release_of(writer: Writer) -> str:
-    """Return what has to be equal of vLLM itself on the other side of a format that was not read.
+    """Return what both sides need to have in common of vLLM itself, for an unknown format.
 
-    Releases of one series write the same if the source of the writer is equal. Where that source cannot be found, in
-    versions under development, and where nobody knows who writes, the version has to be equal.
+    Releases of one series write the same bytes if the source of the writer is equal. In development versions, with an
+    unknown writer, or without its source, the version has to be equal.
     """
     release = _RELEASE.fullmatch(writer.version)
     if release is None or not writer.backend:
@@ -192,12 +192,12 @@ def transferred_groups(config: Any) -> tuple[int, ...]:
 
 
 def kind_of(name: str, spec: Any) -> Kind:
-    """Return the kind of group that a layer of this spec belongs to.
+    """Return the kind of group of a layer with this spec.
 
     Raises:
-        GeometryError: a spec that is not known. A subclass may keep other things in its blocks than its base, so a
-            spec has to be known by its own name.
-        UnsupportedPairError: a cache that cannot be right after a load.
+        GeometryError: an unknown spec. A subclass may store other things in its blocks than its base, so the name of
+            the subclass has to be known.
+        UnsupportedPairError: a cache that would be wrong after a load.
     """
     found = type(spec).__name__
     if found in REFUSED:
@@ -208,14 +208,14 @@ def kind_of(name: str, spec: Any) -> Kind:
 
 
 def encoding_of(spec: Any, dtype: str, writer: Writer) -> str:
-    """Return what has to be equal on the other side of how numbers are stored: items, cache type, quantisation.
+    """Return how numbers are stored, which has to be equal on both sides: items, cache type, quantisation.
 
     Raises:
-        GeometryError: the number of the quantisation has several names, and nothing else says which format it is.
+        GeometryError: the quantisation mode's number has several names, and there is no cache type to decide.
     """
     kind = writer.cache_dtype or getattr(spec, "cache_dtype_str", None) or ""
     mode = spec.kv_quant_mode
-    # Where several modes have one value, Python's name of it is that of the first.
+    # If several modes have the same value, `mode.name` is only the first name.
     modes = "|".join(name.lower() for name, member in type(mode).__members__.items() if member is mode)
     if "|" in modes and not kind:
         raise GeometryError(f"kv_quant_mode is {mode.value}, which is {modes}, and no cache type says which of them")
@@ -224,7 +224,7 @@ def encoding_of(spec: Any, dtype: str, writer: Writer) -> str:
 
 
 def is_by_head(spec: Any, writer: Writer) -> bool:
-    """Return whether a page is the bytes of each token and head, addressed by the strides of the view."""
+    """Return whether a page has separate bytes for each token and head, addressed by the strides of the view."""
     if type(spec).__name__ not in _SPECS_WITH_HEADS or spec.num_head_slots is not None or spec.tokens_per_state != 1:
         return False
     if spec.state_content_bytes is not None:
@@ -234,7 +234,7 @@ def is_by_head(spec: Any, writer: Writer) -> bool:
 
 
 def section_bytes(spec: Any, dtype: str, content: int, writer: Writer) -> tuple[int, ...] | None:
-    """Return the bytes of a token in each section of a kernel block without heads; None if that is not known.
+    """Return the bytes of a token in each section of a kernel block without heads; None if unknown.
 
     ::
 
@@ -245,7 +245,7 @@ def section_bytes(spec: Any, dtype: str, content: int, writer: Writer) -> tuple[
         spec: vLLM's spec of the layer.
         dtype: items of the view.
         content: bytes of a token in the view.
-        writer: who writes it.
+        writer: of the cache.
     """
     if type(spec).__name__ not in _SPECS_WITHOUT_HEADS or spec.num_kv_heads != 1:
         return None
@@ -255,7 +255,7 @@ def section_bytes(spec: Any, dtype: str, content: int, writer: Writer) -> tuple[
         return None
     if writer.backend in _BACKENDS_OF_MLA:
         return (content,) if _is_by_token(spec, content, writer) else None
-    # Each of the others is a cache of one model, on one platform.
+    # Each other format belongs to one model and one platform.
     if writer.platform != "cuda" or _minor_version(writer) not in _KNOWN_VERSIONS:
         return None
     if writer.backend == "DEEPSEEK_V32_INDEXER":
@@ -275,13 +275,13 @@ def _minor_version(writer: Writer) -> str:
 
 
 def _is_plain(spec: Any, writer: Writer) -> bool:
-    """Return whether numbers are stored one by one, with nothing beside them."""
+    """Return whether numbers are stored separately, without scales in the cache."""
     mode = spec.kv_quant_mode.name
     return mode == "NONE" or (mode == "FP8_PER_TENSOR" and writer.cache_dtype != "")
 
 
 def _is_per_token_head(spec: Any, writer: Writer) -> bool:
-    """Triton's 8-bit numbers with a float32 scale behind those of K and of V."""
+    """Return whether these are Triton's 8-bit numbers with a float32 scale after K and after V."""
     mode = spec.kv_quant_mode.name
     if writer.backend != "TRITON_ATTN" or mode not in ("INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD"):
         return False
@@ -303,7 +303,7 @@ def _is_by_token(spec: Any, content: int, writer: Writer) -> bool:
 
 
 def _indexer_sections(spec: Any, dtype: str, content: int, writer: Writer) -> tuple[int, ...] | None:
-    """DeepSeek-V3.2: keys of all tokens of a kernel block, then their scales."""
+    """Return the sections of DeepSeek-V3.2: keys of all tokens of a kernel block, then their scales."""
     role = getattr(getattr(spec, "cache_role", None), "value", None)
     known = role == "indexer" and dtype == "uint8" and spec.state_content_bytes is None
     written = writer.cache_dtype.startswith("indexer-fp8/")
@@ -311,7 +311,10 @@ def _indexer_sections(spec: Any, dtype: str, content: int, writer: Writer) -> tu
 
 
 def _window_sections(spec: Any, content: int, writer: Writer) -> tuple[int, ...] | None:
-    """DeepSeek-V4: 8-bit floats and positions of all tokens, then their scales; V4.1 by version; or plain floats."""
+    """Return the sections of DeepSeek-V4: 8-bit floats and positions of all tokens, then their scales.
+
+    V4.1 depends on vLLM's version. Plain floats are one section.
+    """
     if spec.state_content_bytes is None:
         return (content,) if _is_plain(spec, writer) else None
     sections = {584: _V4_WINDOW_SECTIONS, 528: _V41_WINDOW_SECTIONS[_minor_version(writer)]}.get(content)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The geometry of a live worker, from its KV cache configuration and the views it registered."""
+"""The geometry of a live worker, from its KV cache configuration and its registered views."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def geometry_of(
         config: the worker's ``KVCacheConfig``.
         caches: the 4-dimensional view ``[kernel blocks, heads, states, content]`` of each layer.
         rank_info: the worker.
-        writer: who writes the cache of a layer. A cache whose writer is not known is one part that only an equal
+        writer: returns the writer of a layer's cache. A cache with an unknown writer is one part, which only an equal
             engine can read.
 
     Returns:
-        One group for each of `kvhma.vllm.formats.transferred_groups`, in their order: those of all pipeline stages, so
-        some may have no layer here. Layers that use the cache of another one are left out.
+        One group for each of `kvhma.vllm.formats.transferred_groups`, in their order. These are the groups of all
+        pipeline stages, so some may have no layer here. Layers that use the cache of another layer are left out.
 
     Raises:
-        GeometryError: a spec, a view or a device that is not known; the text names the layer and what was found.
+        GeometryError: an unknown spec, view or device; the text names the layer and what was found.
         UnsupportedPairError: a cache that cannot be right after a load.
         AddressOverflowError: an address does not fit 64 bits.
     """
@@ -85,7 +85,7 @@ def _layer(name: str, group: int, location: Location, view: View, num_blocks: in
 
 
 def _own_caches(group: Any, caches: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the caches of a group's layers, each once: the first layer of those that share one has it."""
+    """Return the caches of a group's layers. A shared cache belongs to the first of its layers."""
     own: dict[int, tuple[str, Any]] = {}
     for name in group.layer_names:
         if name not in caches:
@@ -107,7 +107,7 @@ def _kernel_blocks_per_block(index: int, views: Mapping[str, View], num_blocks: 
 
 
 def _layer_specs(index: int, group: Any) -> dict[str, Any]:
-    """Return the spec of each layer. A group has its blocks in every stage, and its spec where it has no layer too."""
+    """Return the spec of each layer. A group has blocks and a spec even in stages without its layers."""
     several = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     names = group.layer_names or [f"of group {index}, in another stage"]
     return dict(several) if several is not None else dict.fromkeys(names, group.kv_cache_spec)
@@ -117,7 +117,7 @@ def _group(index: int, specs: Mapping[str, Any], ratio: int, place: RankInfo) ->
     kinds: dict[Kind, str] = {}
     for name, spec in specs.items():
         kinds.setdefault(kind_of(name, spec), name)
-    # Layers that keep everything can share a block table whatever they keep of a token.
+    # Layers that cache all tokens can share a block table, even with different bytes for a token.
     kind: Kind = "full" if set(kinds) == {"full", "mla"} else next(iter(kinds))
     if len(kinds) > 1 and kind != "full":
         raise GeometryError(f"group {index}: layers are of different kinds: {kinds}")
@@ -145,7 +145,7 @@ def _group(index: int, specs: Mapping[str, Any], ratio: int, place: RankInfo) ->
 
 def _window(spec: Any, kind: Kind) -> int | None:
     if kind == "sliding":
-        # A draft module reads tokens again that are before the window: they have to be there as well.
+        # A draft module also reads tokens before the window, so these are needed as well.
         return int(spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))
     return int(spec.attention_chunk_size) if kind == "chunked" else None
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a layer's page, from vLLM's spec of the layer and what writes it. Nothing else decides them.
+"""The parts of a layer's page, from vLLM's spec of the layer and the writer of its cache only.
 
-A page whose content is not known for certain becomes one part that only an equal engine can read; nothing is guessed.
+It never guesses: a page with unknown content becomes one part, which only an equal engine can read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvhma.models.pages import ConvOrder, section_parts, state_parts
 from kvhma.vllm.formats import Writer, encoding_of, is_by_head, kind_of, release_of, section_bytes
 
 _STRIDED_CPU_KERNELS = frozenset({"vec", "vec16"})
-"""CPU kernels that keep K of a head as (content, tokens) and V as (tokens, content)."""
+"""CPU kernels that store K of a head as (content, tokens) and V as (tokens, content)."""
 
 _STATES: dict[str, StateKind] = {
     "MAMBA1": "mamba1",
@@ -30,16 +30,16 @@ _STATES: dict[str, StateKind] = {
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Which rank of its engine a worker is, and what no spec says of the model.
+    """The rank of a worker in its engine, and facts of the model that no spec has.
 
     Attributes:
         tp_rank: its tensor-parallel rank.
         tp_size: number of tensor-parallel ranks.
-        state_groups: groups of B and C of Mamba2 over all ranks; None where the model's configuration has none.
-        cp_rank: its rank among those that share the tokens of a cache, each with tokens of its own.
+        state_groups: groups of B and C of Mamba2 over all ranks; None if the model's configuration has no such groups.
+        cp_rank: its rank among the ranks that share the tokens of a cache; each of them has different tokens.
         cp_size: number of these ranks.
-        cp_interleave: tokens that one of them has before the next one's turn.
-        cp_tp_size: how many of them are neighbouring tensor-parallel ranks: these hold the same heads.
+        cp_interleave: neighbouring tokens of one of these ranks.
+        cp_tp_size: number of neighbouring tensor-parallel ranks among them, which have the same heads.
     """
 
     tp_rank: int = 0
@@ -51,7 +51,7 @@ class RankInfo:
     cp_tp_size: int = 1
 
     def of_group(self, spec: Any) -> RankInfo:
-        """Return what holds for a group with this spec: of some, states among them, each rank keeps every token."""
+        """Return the ranks for a group with this spec. In some groups, as for states, each rank has every token."""
         shares = self.cp_size > 1 and spec.dcp_sharded
         return self if shares else replace(self, cp_rank=0, cp_size=1, cp_tp_size=1)
 
@@ -62,10 +62,10 @@ class View:
 
     Attributes:
         shape: kernel blocks, heads, states of a kernel block, items of a state.
-        strides: the same, in bytes.
+        strides: of these dimensions, in bytes.
         item_bytes: bytes of an item.
-        dtype: name of the item.
-        writer: what writes it.
+        dtype: name of the item's type.
+        writer: of the cache.
     """
 
     shape: tuple[int, ...]
@@ -79,10 +79,10 @@ def parts_of(name: str, spec: Any, view: View, rank_info: RankInfo) -> tuple[Par
     """Return the parts of a layer's page.
 
     Args:
-        name: the layer, for messages.
+        name: of the layer, for errors.
         spec: vLLM's spec of the layer.
-        view: its cache.
-        rank_info: the worker.
+        view: of its cache.
+        rank_info: of the worker.
 
     Raises:
         GeometryError: spec and view contradict each other; the text names the layer and both values.
@@ -109,7 +109,7 @@ def _by_head(name: str, spec: Any, dtype: str, view: View, heads: Axis) -> tuple
 
 
 def _by_token(name: str, dtype: str, view: View, sections: tuple[int, ...]) -> tuple[Part, ...]:
-    """Content without heads, by token; `sections` as :func:`kvhma.vllm.formats.section_bytes` returns them."""
+    """Return content without heads, by token; `sections` come from :func:`kvhma.vllm.formats.section_bytes`."""
     _, _, tokens, width = view.shape
     item = view.item_bytes
     if len(sections) == 1:
@@ -121,23 +121,23 @@ def _by_token(name: str, dtype: str, view: View, sections: tuple[int, ...]) -> t
 
 
 def _heads(spec: Any, view: View, rank_info: RankInfo) -> Axis | None:
-    """Return the heads of this layer, from this layer alone: layers of one model may have different numbers of them.
+    """Return the heads of this layer, from this layer only: layers of a model may have different numbers of heads.
 
-    None if the ranks cannot hold equal shares of them.
+    None if the ranks cannot hold equal shares.
     """
     held, ranks = view.shape[1], rank_info.tp_size // rank_info.cp_tp_size
     shards = ranks if spec.max_tp_shards is None else min(ranks, spec.max_tp_shards)
     if ranks % shards:
         return None
-    # vLLM repeats heads only where a rank would have none: a rank with one head may share it with its neighbours, and
-    # neither the spec nor the layer says with how many. The other side may know, and need not.
+    # vLLM repeats heads only if there are fewer heads than ranks. So a rank with one head may share it with its
+    # neighbours. Neither the spec nor the layer has their number; the other side may have it.
     may_repeat = held == 1 and ranks > 1 and spec.max_tp_shards is None
     start = rank_info.tp_rank // rank_info.cp_tp_size * shards // ranks * held
     return Axis("heads", held * shards, view.strides[1], start, held, may_repeat=may_repeat)
 
 
 def _cpu(name: str, spec: Any, dtype: str, view: View, heads: Axis) -> tuple[Part, ...]:
-    """K of all tokens of a head, then V; the kernel uses the bytes of a page in its own order, not in the view's.
+    """Return K of all tokens of a head, then V. The kernel orders the bytes of a page differently than the view.
 
     ::
 
@@ -153,12 +153,12 @@ def _cpu(name: str, spec: Any, dtype: str, view: View, heads: Axis) -> tuple[Par
         k = (heads, Axis("content", size, tokens * item), Axis("tokens", tokens, item))
         v = (heads, Axis("tokens", tokens, size * item), Axis("content", size, item))
         return (Part("k", dtype, item, 0, k), Part("v", dtype, item, tokens * size * item, v))
-    # Tiles over tokens and content: only whole blocks of a head are known to belong together.
+    # Tiles over tokens and content: only whole blocks of a head can be cut out.
     return (Part("kv", dtype, item, 0, (heads, Axis("packed", tokens * width, item))),)
 
 
 def _whole(name: str, spec: Any, view: View, rank_info: RankInfo) -> tuple[Part, ...]:
-    """One part, which pairs only with the same shard of an engine with as many shards."""
+    """Return one part, which pairs only with the same shard of an engine with the same number of shards."""
     size = math.prod(view.shape[1:]) * view.item_bytes
     dims = sorted(zip(view.strides[1:], view.shape[1:], "HNC", strict=True))
     dense = view.item_bytes
@@ -169,7 +169,7 @@ def _whole(name: str, spec: Any, view: View, rank_info: RankInfo) -> tuple[Part,
                 "set VLLM_KV_CACHE_LAYOUT=LBHNC"
             )
         dense *= length
-    # The order of heads and tokens in a page has to be equal too.
+    # The order of heads and tokens in a page has to be equal as well.
     shape = "".join(f"{letter}{length}" for _, length, letter in reversed(dims) if length > 1)
     fields = (spec.head_size, spec.head_size_v, spec.num_head_slots, spec.state_content_bytes, spec.tokens_per_state)
     writer = view.writer
@@ -184,9 +184,9 @@ def _whole(name: str, spec: Any, view: View, rank_info: RankInfo) -> tuple[Part,
 
 
 def _shard(spec: Any, rank_info: RankInfo) -> tuple[int, int]:
-    """Return which of how many distinct shards of a cache this rank holds; ranks behind the last hold copies.
+    """Return the shard of a cache on this rank, and the number of different shards. Further ranks have copies.
 
-    With context parallelism each rank has tokens of its own.
+    With context parallelism each rank has different tokens.
     """
     rank, ranks = rank_info.tp_rank, rank_info.tp_size
     shards = ranks if spec.max_tp_shards is None or rank_info.cp_size > 1 else min(ranks, spec.max_tp_shards)
@@ -194,7 +194,7 @@ def _shard(spec: Any, rank_info: RankInfo) -> tuple[int, int]:
 
 
 def _for_equal_engines(dtype: str, size: int, shard: int, shards: int) -> tuple[Part, ...]:
-    """Bytes of one shard; `dtype` names all that has to be equal on the other side.
+    """Return the bytes of one shard; `dtype` names everything that has to be equal on both sides.
 
     ::
 
@@ -225,7 +225,7 @@ def _state(name: str, spec: Any, view: View, rank_info: RankInfo) -> tuple[Part,
 
 
 def _known_state(spec: Any, rank_info: RankInfo) -> tuple[State, ConvOrder] | None:
-    """Return the state over all ranks and the order of its convolution, if both follow from the spec."""
+    """Return the state over all ranks and the order of its convolution; None if the spec does not decide both."""
     kind = _STATES.get(spec.mamba_type.name)
     if kind == "short_conv":
         return _short_convolution(spec, rank_info.tp_size)
@@ -235,8 +235,8 @@ def _known_state(spec: Any, rank_info: RankInfo) -> tuple[State, ConvOrder] | No
         return None
     conv, ssm = spec.shapes
     ranks = rank_info.tp_size
-    # A step with drafts keeps the inputs before each of them: for every draft one more row of the convolution, after
-    # the rows that the next token needs. It writes them before anything reads them. Mamba1 has none.
+    # A step with drafts also stores the inputs before each draft: one more row of the convolution for each, after the
+    # rows of the next token. It writes these rows before anything reads them. Mamba1 does not have them.
     drafts = 0 if kind == "mamba1" else spec.num_speculative_blocks
     heads, head_dim, d_state = (ssm[0], 1, ssm[1]) if kind == "mamba1" else ssm
     inner = heads * head_dim
@@ -261,9 +261,9 @@ def _known_state(spec: Any, rank_info: RankInfo) -> tuple[State, ConvOrder] | No
 
 
 def _short_convolution(spec: Any, ranks: int) -> tuple[State, ConvOrder] | None:
-    """Return the state of a short convolution, whose kernel keeps the last inputs of each channel and nothing else.
+    """Return the state of a short convolution: only the last inputs of each channel.
 
-    A rank has neighbouring channels. Nothing but their number, which is the larger one, says which way they lie.
+    A rank has neighbouring channels. The larger dimension is the channels, which decides the order.
     """
     if len(spec.shapes) != 1 or len(set(spec.shapes[0])) != 2:
         return None
@@ -278,7 +278,7 @@ def _short_convolution(spec: Any, ranks: int) -> tuple[State, ConvOrder] | None:
 
 
 def _linear_attention(spec: Any, ranks: int) -> tuple[State, ConvOrder] | None:
-    """Return the state of linear attention: a matrix of each head, and no convolution whose order could differ."""
+    """Return the state of linear attention: a matrix for each head, and no convolution."""
     if len(spec.shapes) != 1 or len(spec.shapes[0]) != 3:
         return None
     heads, rows, columns = spec.shapes[0]
@@ -287,7 +287,7 @@ def _linear_attention(spec: Any, ranks: int) -> tuple[State, ConvOrder] | None:
 
 
 def _state_groups(kind: StateKind, channels: int, d_state: int, rank_info: RankInfo) -> int | None:
-    """Return the groups of B and C over all ranks, if a rank's `channels` besides x are those of whole groups.
+    """Return the groups of B and C over all ranks; None if a rank's `channels` beside x are not whole groups.
 
     ::
 
@@ -299,5 +299,5 @@ def _state_groups(kind: StateKind, channels: int, d_state: int, rank_info: RankI
     if held < 1 or rest:
         return None
     groups = held * rank_info.tp_size if kind == "gdn" else rank_info.state_groups or 0
-    # With fewer groups than ranks each rank has the whole one that its heads use.
+    # With fewer groups than ranks, each rank has the whole group of its heads.
     return groups if groups > 0 and held == max(1, groups // rank_info.tp_size) else None

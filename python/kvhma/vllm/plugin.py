@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry points of ``vllm.general_plugins``: where kvhma is installed, vLLM knows the connector by its name alone.
+"""Entry points of ``vllm.general_plugins``: if kvhma is installed, vLLM knows the connector by its name.
 
-vLLM calls them in each of its processes, possibly several times. Registering imports no part of the connector: vLLM
-does that when a configuration names it.
+vLLM calls them in each of its processes, possibly several times. Registering does not import the connector: vLLM
+imports it when a configuration names it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import contextlib
 from kvhma.errors import SettingsError
 
 DROP_IN = "kvhma_drop_in"
-"""What ``VLLM_PLUGINS`` has to name for kvhma to stand in for vLLM's NixlConnector."""
+"""The name in ``VLLM_PLUGINS`` that makes kvhma a drop-in for vLLM's NixlConnector."""
 
 
 def register() -> None:
-    """Register ``KvhmaConnector``. Does nothing without vLLM, or where its registry is not where it was."""
+    """Register ``KvhmaConnector``. Does nothing without vLLM, or if vLLM's registry has moved."""
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     except ImportError:
@@ -28,10 +28,10 @@ def register() -> None:
 def register_drop_in() -> None:
     """Register the connector as ``NixlConnector``, in place of vLLM's own, if ``VLLM_PLUGINS`` names this plugin.
 
-    Without that variable vLLM loads every plugin, and an installed package must not replace what was configured.
+    Without that variable vLLM loads every plugin, and an installed package must not replace a configured connector.
 
     Raises:
-        SettingsError: it was named, and this version of vLLM does not let its connectors be replaced.
+        SettingsError: this version of vLLM does not allow connectors to be replaced.
     """
     try:
         from vllm import envs

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``kv_connector_extra_config`` may set. docs/vllm.md explains each of them."""
+"""The settings in ``kv_connector_extra_config``. docs/vllm.md explains each of them."""
 
 from __future__ import annotations
 
@@ -21,56 +21,55 @@ class Settings:
     """Settings of one engine.
 
     Attributes:
-        kv_lease_duration: seconds a prefill engine keeps a request's blocks after its reader last renewed.
+        kv_lease_duration: seconds that a prefill engine holds a request's blocks after the last lease renewal.
         handshake_timeout: seconds to wait for each answer of another engine.
-        load_retries: how often a load that failed with a transient error is tried again before the engine's
-            ``kv_load_failure_policy`` decides.
-        prefill_engines: addresses of engines to shake hands with before their first request comes, as ``host:port`` of
-            their side channels.
+        load_retries: how often to retry a load after a transient error, before the engine's ``kv_load_failure_policy``
+            decides.
+        prefill_engines: engines for a handshake before their first request, as ``host:port`` of their side channels.
         allowed_prefill_engines: engines that the parameters of a request may name, beside `prefill_engines`; None for
-            any.
-        secret_file: file with the secrets that engines show each other, one a line; None for ``KVHMA_SECRET``.
-        net_devices: network devices that NIXL's UCX listens on and connects from, as ``UCX_NET_DEVICES`` names them;
-            None for ``lo`` if the side channel is on loopback, and else for what the environment says.
-        max_held_share: share of a prefill engine's blocks that finished requests may keep until they are read.
-        bidirectional_kv_xfer: whether a decode engine keeps its answers for the next turns of their conversations, and
+            any engine.
+        secret_file: file with the secrets that engines share, one a line; None for ``KVHMA_SECRET``.
+        net_devices: network devices that NIXL's UCX listens on and connects from, as in ``UCX_NET_DEVICES``. None for
+            ``lo`` if the side channel is on loopback; otherwise UCX's environment decides.
+        max_held_share: share of a prefill engine's blocks that finished requests may hold until they are read.
+        bidirectional_kv_xfer: whether a decode engine holds its answers for the next turns of their conversations, and
             a prefill engine reads them.
-        kv_recompute_threshold: tokens that a prefill engine computes rather than reads of an answer, if it lacks fewer.
-        decoder_kv_blocks_ttl: seconds a decode engine keeps an answer at most.
-        max_followed_share: share of a decode engine's blocks that requests may take whose prompt is still computed.
-        piece_tokens: tokens of a piece at least that is read while the rest of a prompt is computed.
-        max_peers: engines whose connection and plan are kept.
-        engine_ttl: seconds after which an engine that nothing was read from is let go; 0 or less for never, None for
-            an hour, and only if it does not answer any more.
-        descriptor_bytes: bytes a partial last block may move to save a descriptor, see :func:`kvhma.plan`.
-        max_descriptors: descriptors that a request of one rank may have, see :func:`kvhma.plan`.
-        permute_bytes: bytes of blocks of P that are permuted here to save a descriptor, see :mod:`kvhma.permute`.
+        kv_recompute_threshold: a prefill engine that lacks fewer tokens of an answer computes them instead.
+        decoder_kv_blocks_ttl: longest time in seconds that a decode engine holds an answer.
+        max_followed_share: share of a decode engine's blocks for requests whose prompt P still computes.
+        piece_tokens: fewest tokens of a piece that is read while P computes the rest of the prompt.
+        max_peers: number of engines whose connection and plan are stored.
+        engine_ttl: seconds after which an idle engine is evicted; 0 or less for never. None evicts it after an hour,
+            but only if it does not answer.
+        descriptor_bytes: bytes that a partial last block may move to save a descriptor, see :func:`kvhma.plan`.
+        max_descriptors: most descriptors of a request of one rank, see :func:`kvhma.plan`.
+        permute_bytes: bytes that D may permute after the read to save a descriptor, see :mod:`kvhma.permute`.
         backends: NIXL's transports, in order of preference.
         num_threads: transport threads of NIXL.
-        progress_delay_us: microseconds that NIXL's progress thread sleeps while no event wakes it; 0 for no pause,
-            None for what suits the engine, see :meth:`progress_delay`.
+        progress_delay_us: microseconds that NIXL's progress thread sleeps while no event wakes it; 0 for no sleep,
+            None for a default, see :meth:`progress_delay`.
         prewarm: whether a worker prewarms its transport when it starts, see :meth:`kvhma.nixl.Agent.prewarm_transport`.
-        switch_interval_us: microseconds after which a Python thread of the engine's processes gives way to another one
-            that waits, see :func:`sys.setswitchinterval`; None to leave it as it is.
+        switch_interval_us: microseconds after which a Python thread of the engine's processes yields to a waiting
+            thread, see :func:`sys.setswitchinterval`; None for no change.
         side_channel_host: name or address that this engine's scheduler listens at; None for
             ``VLLM_NIXL_SIDE_CHANNEL_HOST``.
         side_channel_port: its port, plus the data-parallel index; None for ``VLLM_NIXL_SIDE_CHANNEL_PORT``.
-        advertised_host: name or address at which other engines reach it; None for `side_channel_host`, or if that is
-            every address of this machine for vLLM's own choice of one.
-        advertised_port: the port at which they do, plus the data-parallel index; None for `side_channel_port`.
+        advertised_host: name or address at which other engines reach it; None for `side_channel_host`. If that is every
+            address of this machine, vLLM chooses the address.
+        advertised_port: its port for other engines, plus the data-parallel index; None for `side_channel_port`.
         kv_cache_layout: layout to ask the engine for; None for ``LBHNC``, or for MLA the engine's own choice.
-        model_id: name of the model, for engines that have it under different paths; what both sides set is compared
-            instead of path and revision, and adapters by their name alone. None to compare these.
-        host_staged: copy through host memory, for devices whose memory cannot be registered; None to do so if
-            ``kv_buffer_device`` is ``cpu`` and the caches are not.
-        mm_items: ``compare`` a request's multimodal items with P's, or ``trust_prefill``: a prefill engine names its
-            items, and a decode engine takes them over, whatever it was given in their places.
-        case_folder: folder that loads which failed are written to as case files; None for none.
-        content_digests: share of the requests whose blocks a prefill engine sums, see :mod:`kvhma.digests`, from 0
-            (``off``) to 1 (``all``); a decode engine compares what it has loaded with the sums, unless it is 0 there.
-        staging_blocks: blocks that host memory has room for, for what others read and as many for what is loaded; None
-            for a quarter of the engine's, and at least those of the longest request.
-        ignored: settings of vLLM's own connector that were given and change nothing here, each with the reason.
+        model_id: name of the model, for engines that have it under different paths. If both sides set it, it is
+            compared instead of path and revision, and adapters are compared by name. None to compare path and revision.
+        host_staged: whether to copy through host memory, for devices whose memory cannot be registered. None to do so
+            if ``kv_buffer_device`` is ``cpu`` and the device is not.
+        mm_items: ``compare`` compares a request's multimodal items with P's. With ``trust_prefill`` a prefill engine
+            hands out its items, and a decode engine replaces its items by these.
+        case_folder: folder for case files of failed loads; None to write no files.
+        content_digests: share of the requests whose blocks a prefill engine sums, from 0 (``off``) to 1 (``all``), see
+            :mod:`kvhma.digests`. A decode engine compares loads with these sums, unless the setting is 0 there.
+        staging_blocks: number of blocks in host memory for readers, and as many for loads. None for a quarter of the
+            engine's blocks, but at least the blocks of the longest request.
+        ignored: settings of vLLM's own connector that were given and have no effect here, each with the reason.
     """
 
     kv_lease_duration: float = 30.0
@@ -108,21 +107,21 @@ class Settings:
     staging_blocks: int | None = None
     content_digests: float = 0.0
     ignored: tuple[str, ...] = field(default=())
-    """Settings of upstream's connector that change nothing here, each with why; they are reported in the log."""
+    """Settings of upstream's connector without effect here, each with the reason, for the log."""
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> Settings:
         """Read and check ``kv_connector_extra_config``.
 
         Args:
-            extra: as the engine's configuration has it.
+            extra: from the engine's configuration.
 
         Returns:
-            The settings, checked.
+            The checked settings.
 
         Raises:
-            SettingsError: an unknown setting, or a value of the wrong type or out of range. Those that only upstream's
-                connector has stop nothing, whatever their value.
+            SettingsError: an unknown setting, or a value of the wrong type or out of range. Settings that only
+                upstream's connector has are accepted with any value.
         """
         known = {item.name for item in fields(cls)} - {"ignored"}
         unknown = set(extra) - known - _UPSTREAM.keys()
@@ -155,24 +154,24 @@ class Settings:
 
     @property
     def trusts_items(self) -> bool:
-        """Whether the multimodal items of a prompt are P's."""
+        """Whether D uses P's multimodal items of a prompt."""
         return self.mm_items == "trust_prefill"
 
     def progress_delay(self, *, copies: bool) -> int:
-        """Return microseconds that NIXL's progress thread sleeps.
+        """Return the microseconds that NIXL's progress thread sleeps.
 
         Args:
-            copies: whether threads of the engine copy what it reads: it does read, and its caches are in host memory.
+            copies: whether threads of the engine copy what it reads: it loads, and its caches are in host memory.
         """
         if self.progress_delay_us is not None:
             return self.progress_delay_us
         return READER_PROGRESS_DELAY_US if copies else PROGRESS_DELAY_US
 
     def allows(self, address: Address) -> bool:
-        """Return whether a request may be loaded from the engine at an address. Nothing is looked up.
+        """Return whether a request may be loaded from the engine at an address. It does not look up names.
 
         Args:
-            address: host and port, as the parameters write them.
+            address: host and port, as in the parameters.
         """
         if self.allowed_prefill_engines is None:
             return True
@@ -185,7 +184,7 @@ _UPSTREAM: dict[str, tuple[Any, str]] = {
     "enforce_handshake_compat": (True, "what cannot be read right is refused in any case"),
     "enable_cross_layers_blocks": (False, "kv_cache_layout chooses the layout"),
 }
-"""Settings that only upstream's connector has: the value at which they ask for nothing, and why they change nothing."""
+"""Settings that only upstream's connector has: the value without effect there, and why they have no effect here."""
 
 _RANGES: dict[str, tuple[type[int] | type[float], float, float]] = {
     "kv_lease_duration": (float, 1, 86400),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Under which trace a load belongs: what D's scheduler tells its workers of a request's headers.
+"""The trace of a load, which D's scheduler passes to its workers.
 
-vLLM keeps trace headers only where its ``otlp_traces_endpoint`` is set; without them nothing here does anything.
+vLLM stores trace headers only if its ``otlp_traces_endpoint`` is set. Without headers there are no traces.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # it needs vLLM
     from vllm.v1.request import Request
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-"""As W3C's Trace Context has it. A client writes it."""
+"""The format of W3C's Trace Context. Clients write it, so it is untrusted."""
 
 
 class Trace(NamedTuple):
@@ -21,7 +21,7 @@ class Trace(NamedTuple):
 
     Attributes:
         parent: its ``traceparent`` header.
-        waited: seconds from when the scheduler took the request until it ordered the load.
+        waited: seconds between the scheduler's first look at the request and its order of the load.
     """
 
     parent: str
@@ -29,7 +29,7 @@ class Trace(NamedTuple):
 
 
 def traceparent_of(request: Request) -> str | None:
-    """Return the ``traceparent`` of a request, None if it has none that is one."""
+    """Return the ``traceparent`` of a request; None if it is missing or malformed."""
     headers = getattr(request, "trace_headers", None)
     parent = headers.get("traceparent") if headers else None
     return parent if isinstance(parent, str) and _TRACEPARENT.fullmatch(parent) else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fingerprint of the source that decides the bytes of a cache, for formats that were not read.
+"""A fingerprint of the source that decides the bytes of a cache, for unknown formats.
 
-It is of all files of vLLM that the classes of a layer and of its backend are in, and of those that these import, as far
-as they have to do with attention: the rest of vLLM only schedules. Compiled kernels are not in it.
+It covers the files of vLLM that define the classes of a layer and of its backend. It also covers the files that these
+import, as far as they belong to attention: the rest of vLLM only schedules. It does not cover compiled kernels.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 
 _START = "vllm.v1.kv_cache_interface"
 _FOLLOWED = ("vllm.models.", "vllm.model_executor.layers.attention", "vllm.v1.attention.")
-"""Where caches are written: the packages whose modules are followed."""
+"""The packages that write caches: imports of their modules are followed."""
 
 
 def source_fingerprint(classes: Sequence[type]) -> str:
-    """Return 16 hexadecimal digits of the source that these classes and what they import are made of.
+    """Return 16 hexadecimal digits of the source of these classes and of what they import.
 
-    Two engines have the same one if these files are equal, byte for byte. Empty where a file is missing, and for a
-    class of somebody else's.
+    Two engines have the same digits if these files are equal, byte for byte. Empty if a file is missing, or a class is
+    not vLLM's.
 
     Args:
         classes: of the layer and of its backend.
@@ -37,7 +37,7 @@ def _is_vllm(kind: type) -> bool:
 
 @cache
 def _fingerprint_of(modules: frozenset[str]) -> str:
-    import vllm  # of a live engine; plans are made without it
+    import vllm  # only a live engine needs it
 
     files = files_of(modules | {_START}, Path(vllm.__file__).parent)
     if modules - files.keys():
@@ -50,7 +50,7 @@ def _fingerprint_of(modules: frozenset[str]) -> str:
 
 
 def files_of(modules: Iterable[str], root: Path) -> dict[str, Path]:
-    """Return the file of each module, and of each that these import and that is followed, in vLLM's folder."""
+    """Return the file in vLLM's folder of each module, and of each followed module that these import."""
     found: dict[str, Path] = {}
     waiting = list(modules)
     while waiting:
@@ -71,7 +71,7 @@ def _file_of(module: str, root: Path) -> Path | None:
 
 
 def _imported_by(file: Path, package: str) -> Iterator[str]:
-    """Yield the modules that a file imports, anywhere in it, and names that may be modules."""
+    """Yield the modules that a file imports, anywhere in it, and imported names that may be modules."""
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
