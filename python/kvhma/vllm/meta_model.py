@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's own model classes cache: made without weights, a device or other ranks.
+"""The caches of vLLM's own model classes, which are created here without weights, a device or other ranks.
 
-A machine that plans may have less than one that serves. These stand in for what it lacks:
+A machine that plans may lack things that a serving machine has. These replace them:
 
 * Parameters are on torch's meta device, and the platform is vLLM's CPU platform, so that no GPU is touched.
-* The tensor-parallel group reports another size and rank than it has.
+* The tensor-parallel group reports the requested size and rank.
 * Attention gets the backends of a GPU, sparse attention included.
-* torchvision, where it is not installed, is an empty module: only the language model has a cache.
-* A configuration class that is remote code is replaced by one that has the fields of the file.
-* The CPU has AMX, without which vLLM has no prefix cache for MLA, and no bfloat16 in AVX-512, with which vLLM keeps
-  states in float32 as no GPU does.
+* If torchvision is not installed, an empty module replaces it: only the language model has a cache.
+* A plain class with the fields of the file replaces a configuration class that is remote code.
+* The CPU reports AMX, because vLLM has no prefix cache for MLA without it. It reports no bfloat16 in AVX-512, because
+  vLLM then stores states in float32, unlike on a GPU.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import shutil
 import sys
 import tempfile
 import types
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -43,16 +44,16 @@ _GPU = {
     False: "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend",
     True: "vllm.v1.attention.backends.mla.triton_mla.TritonMLABackend",
 }
-"""Attention and MLA on any GPU: what reads and writes there lays out the cache otherwise than a CPU's kernels do."""
+"""Attention and MLA on any GPU, whose kernels have another cache layout than a CPU's kernels."""
 _PICTURES = ("", ".io", ".ops", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional")
 _WITH_VALUES = {"ApertusForCausalLM", "BloomForCausalLM", "Gemma3nForCausalLM"}
-"""Models that look at values while they are made."""
+"""Models whose constructors read values of tensors."""
 _ELSEWHERE = {
-    # The class for NVIDIA needs compilers of theirs; that for AMD has the same cache, written apart.
+    # The class for NVIDIA needs its compilers. The class for AMD has the same cache.
     "KimiLinearForCausalLM": ("vllm.models.kimi_k3.amd.linear", "KimiLinearForCausalLM"),
 }
 _DRAFTS = {"Qwen3_5ForConditionalGeneration": "Qwen3_5MTP"}
-"""Models that bring a draft model of their own, which vLLM looks at where it speculates."""
+"""Models with an own draft model, which vLLM uses for speculative decoding."""
 _ATTENTION: dict[str, AttentionKind] = {
     "FullAttentionSpec": "full",
     "SinkFullAttentionSpec": "full",
@@ -75,20 +76,20 @@ _STATES: dict[str, StateKind] = {
 def layer_specs(
     form: Mapping[str, Any], tp_size: int = 1, tp_rank: int = 0, *, gpu: bool = True, **arguments: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Make vLLM's model of a configuration for one rank.
+    """Create vLLM's model of a configuration for one rank.
 
     Args:
         form: the model's ``config.json``.
         tp_size: ranks of the engine.
-        tp_rank: which of them.
-        gpu: whether attention is that of a GPU.
+        tp_rank: the rank.
+        gpu: whether to use the attention of a GPU.
         arguments: more of vLLM's ``EngineArgs``.
 
     Returns:
-        vLLM's configuration, with the block size its platform chose, and its spec of each layer, in its order.
+        vLLM's configuration, with the block size of its platform, and its spec of each layer, in its order.
 
     Raises:
-        Exception: whatever vLLM raises about a model that it does not make.
+        Exception: vLLM's error about a model that it does not create.
     """
     import torch
     from vllm.config import set_current_vllm_config
@@ -109,7 +110,7 @@ def layer_specs(
     with (
         mock.patch.object(group, "world_size", tp_size),
         mock.patch.object(group, "rank_in_group", tp_rank),
-        # Towers for pictures move to a device, which nothing on the meta device can.
+        # Vision towers move to a device, which tensors on the meta device cannot.
         mock.patch("torch.nn.Module.to", lambda module, *_, **__: module),
         _backends(gpu),
         set_current_vllm_config(config),
@@ -123,7 +124,7 @@ def layer_specs(
 def _config(form: Mapping[str, Any], more: dict[str, Any]) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    # Some models read the directory again when they are made. Engines of one model have one name for it.
+    # Some models read the directory again in their constructor. The same model always gets the same directory.
     text = json.dumps({name: value for name, value in form.items() if name != "auto_map"})
     folder = Path(_folder(), hashlib.sha256(text.encode()).hexdigest()[:16])
     folder.mkdir(exist_ok=True)
@@ -141,7 +142,7 @@ def _folder() -> str:
 
 @cache
 def _prepare() -> None:
-    """Make groups of one rank, without which no layer can be made."""
+    """Create parallel groups with one rank, which vLLM's layers need."""
     import torch
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
@@ -154,14 +155,14 @@ def _prepare() -> None:
     init_workspace_manager(torch.device("cpu"))
     from vllm.triton_utils import triton
 
-    if not hasattr(triton, "set_allocator"):  # vLLM's own stand-in, where there is no GPU
+    if not hasattr(triton, "set_allocator"):  # vLLM's own replacement, without a GPU
         triton.set_allocator = lambda *_: None
 
 
 class _Empty(types.ModuleType):
-    """A module that has whatever is asked for."""
+    """A module that has an attribute of every name."""
 
-    __path__: ClassVar[list[str]] = []  # type: ignore[misc]  # of the class, so that any of them is a package
+    __path__: ClassVar[list[str]] = []  # type: ignore[misc]  # of the class, so every instance is a package
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -171,13 +172,13 @@ class _Empty(types.ModuleType):
 
 @cache
 def _register_class(architecture: str) -> None:
-    """Import a model class here: vLLM imports it in a subprocess of its own, which takes seconds."""
+    """Import a model class here: vLLM would import it in a subprocess, which takes seconds."""
     from vllm import ModelRegistry
 
     lazy = ModelRegistry.models.get(architecture)
     module, name = _ELSEWHERE.get(architecture, (getattr(lazy, "module_name", None), getattr(lazy, "class_name", None)))
     if module is None or name is None:
-        return  # not known, or made by hand: vLLM says so
+        return  # unknown, or registered by hand: vLLM raises the error
     empty = []
     try:
         importlib.import_module("torchvision")
@@ -187,23 +188,23 @@ def _register_class(architecture: str) -> None:
     try:
         ModelRegistry.register_model(architecture, getattr(importlib.import_module(module), name))
     finally:
-        for one in empty:
-            sys.modules.pop(one)
+        for module_name in empty:
+            sys.modules.pop(module_name)
 
 
 def _register_configs(form: Mapping[str, Any]) -> None:
-    """Give types that neither transformers nor vLLM knows a class with the fields of the file: no remote code runs."""
+    """Register a plain class for each type that transformers and vLLM do not know, so no remote code runs."""
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
-    for one in (form, *(value for value in form.values() if isinstance(value, dict))):
-        kind = one.get("model_type")
+    for part in (form, *(value for value in form.values() if isinstance(value, dict))):
+        kind = part.get("model_type")
         if isinstance(kind, str) and kind not in CONFIG_MAPPING and kind not in _CONFIG_REGISTRY:
             AutoConfig.register(kind, type("PlainConfig", (_Plain, PretrainedConfig), {"model_type": kind}))
 
 
 class _Plain:
-    """What classes of remote code usually do: objects with a type are configurations, others have attributes."""
+    """Does what remote code usually does: objects with a type become configurations, others get attributes."""
 
     def __post_init__(self, **fields: Any) -> None:
         from transformers import AutoConfig
@@ -214,11 +215,11 @@ class _Plain:
             else _with_attributes(value)
             for name, value in fields.items()
         }
-        super().__post_init__(**made)  # type: ignore[misc]  # of transformers' class, which is beside this one
+        super().__post_init__(**made)  # type: ignore[misc]  # of transformers' class, which is another base class
 
 
 class _Object(dict[str, Any]):
-    """An object of a file whose fields are attributes too."""
+    """An object of a file, whose fields are also attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -229,8 +230,8 @@ class _Object(dict[str, Any]):
 
 def _with_attributes(value: Any) -> Any:
     if isinstance(value, list):
-        return [_with_attributes(one) for one in value]
-    return _Object({name: _with_attributes(one) for name, one in value.items()}) if isinstance(value, dict) else value
+        return [_with_attributes(item) for item in value]
+    return _Object({name: _with_attributes(item) for name, item in value.items()}) if isinstance(value, dict) else value
 
 
 @contextlib.contextmanager
@@ -252,7 +253,7 @@ def _backends(gpu: bool) -> Iterator[None]:
     check: Any = FusedMoEConfig.__post_init__
 
     def unchecked(config: Any) -> None:
-        # Last of all it refuses experts that the CPU's kernels lack. None runs here.
+        # Its last check refuses experts that the CPU's kernels lack. No experts run here.
         with contextlib.suppress(NotImplementedError):
             check(config)
 
@@ -274,23 +275,23 @@ def version() -> str:
 
 
 def ask(name: str, form: Mapping[str, Any], tp_sizes: Iterable[int]) -> tuple[Model, dict[int, str], int]:
-    """Ask vLLM's class of a configuration what it caches. This process gets vLLM's CPU platform.
+    """Ask vLLM's class of a configuration for its caches. This process gets vLLM's CPU platform.
 
     Args:
-        name: what the model is called.
+        name: of the model.
         form: its ``config.json``.
-        tp_sizes: tensor-parallel sizes that an engine may have.
+        tp_sizes: possible tensor-parallel sizes of an engine.
 
     Returns:
-        What is cached over all ranks, in the dtype of the model; why an engine of some of `tp_sizes` cannot be planned;
-        and the number of layers.
+        The caches over all ranks, in the dtype of the model; for some of `tp_sizes` the reason why they cannot be
+        planned; and the number of layers.
 
     Raises:
-        GeometryError: vLLM caches something that `Model` cannot say; the text names the layer and the spec.
-        Exception: whatever vLLM raises about a model that it does not make.
+        GeometryError: vLLM caches something that `Model` cannot describe; the text names the layer and the spec.
+        Exception: vLLM's error about a model that it does not create.
     """
     _use_cpu()
-    # Quantized weights need kernels, and change no cache but for its dtype.
+    # Quantized weights need kernels. They change only the dtype of a cache.
     form = {field: value for field, value in form.items() if field != "quantization_config"}
     config, specs = layer_specs(form)
     num_layers = config.model_config.get_num_layers(config.parallel_config)
@@ -303,12 +304,12 @@ def ask(name: str, form: Mapping[str, Any], tp_sizes: Iterable[int]) -> tuple[Mo
         except LayoutError as error:
             refused[tp_size] = str(error)
         except Exception as error:
-            refused[tp_size] = f"tp_size {tp_size}: vLLM does not make it: {' '.join(str(error).split())[:300]}"
+            refused[tp_size] = f"tp_size {tp_size}: vLLM does not create it: {' '.join(str(error).split())[:300]}"
     return model, refused, num_layers
 
 
 def _use_cpu() -> None:
-    """Choose the platform before anything asks for it, so that no GPU is looked for or used."""
+    """Choose the platform before any code asks for it, so that vLLM does not look for a GPU."""
     from vllm import platforms
     from vllm.platforms.cpu import CpuPlatform
 
@@ -316,12 +317,12 @@ def _use_cpu() -> None:
 
 
 def model_of_specs(name: str, specs: Mapping[str, Any], num_layers: int = 0) -> Model:
-    """Return a model whose layers are those of vLLM's specs of one rank alone, in their order.
+    """Return a model with the layers of vLLM's specs of a single rank, in their order.
 
-    Layers that vLLM counts in order and that cache nothing are ``"none"``, up to `num_layers`.
+    Layers that cache nothing are ``"none"``, up to `num_layers`.
 
     Raises:
-        GeometryError: a spec that `Model` cannot say.
+        GeometryError: a spec that `Model` cannot describe.
     """
     words: list[list[str]] = []
     attention: dict[Attention, str] = {}
@@ -347,41 +348,47 @@ def model_of_specs(name: str, specs: Mapping[str, Any], num_layers: int = 0) -> 
     if len(states) > 1:
         raise GeometryError(f"layers: states of {len(states)} sorts, {states}; one can be described")
     words += [["none"]] * (num_layers - len(words))
-    return _model(name, ["+".join(sorted(one, key=lambda w: w != "indexer")) for one in words], attention, states)
+    return _model(
+        name,
+        ["+".join(sorted(layer_words, key=lambda word: word != "indexer")) for layer_words in words],
+        attention,
+        states,
+    )
 
 
 def _model(name: str, layers: list[str], attention: dict[Attention, str], states: set[State]) -> Model:
-    """Return the model, with the heads that most layers have as its own."""
-    sorts = [one for one in attention if one.kind != "indexer"]
+    """Return the model. Its heads are those of most layers."""
+    sorts = [sort for sort in attention if sort.kind != "indexer"]
     if not sorts:
         return Model(name, tuple(layers), 1, 1, state=next(iter(states), None))
     used = {word: sum(word in layer.split("+") for layer in layers) for word in attention.values()}
-    # A block with a state has the size of full attention, wherever there is any.
-    most = max(sorts, key=lambda one: (one.kind in ("full", "mla"), used[attention[one]]))
-    plain = {one: one.kind for one in sorts if one.kind not in {other.kind for other in sorts if other != one}}
+    # A block with a state has the size of full attention, if the model has full attention.
+    usual = max(sorts, key=lambda sort: (sort.kind in ("full", "mla"), used[attention[sort]]))
+    kinds = Counter(sort.kind for sort in sorts)
+    plain = {sort: sort.kind for sort in sorts if kinds[sort.kind] == 1}
     named = tuple(
         Attention(
-            one.kind,
-            one.kv_heads,
-            one.head_dim,
-            one.v_head_dim,
-            None if one.dtype == most.dtype and one.kind != "indexer" else one.dtype,
-            one.window,
-            one.chunk,
-            plain.get(one, word),
+            sort.kind,
+            sort.kv_heads,
+            sort.head_dim,
+            sort.v_head_dim,
+            None if sort.dtype == usual.dtype and sort.kind != "indexer" else sort.dtype,
+            sort.window,
+            sort.chunk,
+            plain.get(sort, word),
         )
-        for one, word in attention.items()
-        if not one.has_scales
+        for sort, word in attention.items()
+        if not sort.has_scales
     )
-    renamed = {attention[one]: kind for one, kind in plain.items()}
+    renamed = {attention[sort]: kind for sort, kind in plain.items()}
     return Model(
         name,
         tuple("+".join(renamed.get(word, word) for word in layer.split("+")) for layer in layers),
-        most.kv_heads,
-        most.head_dim,
-        most.dtype or "bfloat16",
+        usual.kv_heads,
+        usual.head_dim,
+        usual.dtype or "bfloat16",
         state=next(iter(states), None),
-        v_head_dim=most.v_head_dim,
+        v_head_dim=usual.v_head_dim,
         attention=named,
     )
 
@@ -404,7 +411,7 @@ def _cache(layer: str, spec: Any) -> Attention | State:
     kind = _ATTENTION[found]
     dtype = str(spec.dtype).removeprefix("torch.")
     if getattr(getattr(spec, "cache_role", None), "value", None) == "indexer":
-        # Keys in 8 bits are counted in bytes, with the scale of each.
+        # 8-bit keys are counted in bytes, including the scale of each key.
         return Attention("indexer", 1, *((spec.head_size - 4,) if dtype == "uint8" else (spec.head_size, None, dtype)))
     odd = {
         "state_content_bytes": spec.state_content_bytes,
@@ -432,13 +439,13 @@ def _cache(layer: str, spec: Any) -> Attention | State:
 
 
 def _state(layer: str, spec: Any) -> State:
-    """Read a state over all ranks from that of a rank alone."""
+    """Return the state over all ranks, from the spec of a single rank."""
     kind = _STATES.get(spec.mamba_type.name)
     if kind == "gdn" and len(spec.shapes) == 4:
         kind = "kda"
-    told = f"layer {layer!r}: a state of {spec.mamba_type.name} with {spec.shapes}"
+    described = f"layer {layer!r}: a state of {spec.mamba_type.name} with {spec.shapes}"
     if kind is None:
-        raise GeometryError(f"{told}; known are {', '.join(_STATES)}")
+        raise GeometryError(f"{described}; known are {', '.join(_STATES)}")
     *conv, last = spec.shapes if kind != "short_conv" else (*spec.shapes, (0, 0, 0))
     rows = min((min(shape) for shape in conv), default=0)
     channels = sum(max(shape) for shape in conv)
@@ -448,13 +455,13 @@ def _state(layer: str, spec: Any) -> State:
     rest = channels - heads * head_dim if conv else 0
     groups, odd = divmod(rest, 2 * d_state) if d_state else (0, rest)
     if odd:
-        raise GeometryError(f"{told}: {rest} channels beside those of the heads")
+        raise GeometryError(f"{described}: {rest} channels beside those of the heads")
     dtypes = [str(dtype).removeprefix("torch.") for dtype in spec.dtypes]
     return State(kind, channels, rows + 1, heads, head_dim, d_state, groups, dtypes[0], dtypes[-1])
 
 
 def _check_rank(model: Model, config: Any, specs: Mapping[str, Any], tp_size: int) -> None:
-    """Refuse a model of which a rank of vLLM holds other bytes, or other groups, than is planned."""
+    """Refuse a model if a rank of vLLM has other bytes or other groups than planned."""
     names = dict(zip((name for name, _ in model.specs()), specs, strict=True))
     for name, cache_ in model.specs():
         spec = specs[names[name]]
@@ -484,11 +491,11 @@ def _check_rank(model: Model, config: Any, specs: Mapping[str, Any], tp_size: in
 
 
 def cache_groups(config: Any, specs: Mapping[str, Any], order: str = "LBNHC") -> list[Any]:
-    """Return vLLM's groups of the layers of a rank.
+    """Return vLLM's groups of a rank's layers.
 
     Args:
         config: vLLM's configuration.
-        specs: as of :func:`layer_specs`.
+        specs: from :func:`layer_specs`.
         order: stride order of the cache.
     """
     from vllm.config import set_current_vllm_config
@@ -504,6 +511,6 @@ def cache_groups(config: Any, specs: Mapping[str, Any], order: str = "LBNHC") ->
 
 
 def _pages(group: Any) -> dict[str, int]:
-    """Return bytes of a page of each layer of vLLM's group."""
+    """Return the page bytes of each layer of vLLM's group."""
     several = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     return {name: (several[name] if several else group.kv_cache_spec).page_size_bytes for name in group.layer_names}
