@@ -123,7 +123,7 @@ def test_the_log_says_what_others_can_reach(caplog):
         devices.warn_of_open_ports([inside])
         assert not caplog.text
         devices.warn_of_open_ports([inside, ListeningSocket("fd00::2", 5001, "eth0")])
-    assert "NIXL listens on [fd00::2]:5001 (eth0): who reaches it can read and write" in caplog.text
+    assert "NIXL listens on [fd00::2]:5001 (eth0): any peer that reaches it can read and write" in caplog.text
 
 
 def test_what_cannot_be_reached_for_want_of_a_device_is_said(monkeypatch):

@@ -30,7 +30,7 @@ def test_work_begins_again_whatever_is_raised(kind, caplog):
     assert not thread.is_alive()
     assert counted.by_label("thread_restarts") == {"kvhma-test": 2}
     assert [str(error) for error in recovered] == ["a", "b"]
-    assert caplog.text.count("thread kvhma-test met an error") == 2
+    assert caplog.text.count("thread kvhma-test crashed and was restarted") == 2
 
 
 def test_what_recovers_may_raise_too():

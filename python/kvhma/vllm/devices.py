@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an engine listens: on which network devices NIXL's UCX does, and what of it others can reach.
+"""Network devices that NIXL's UCX uses, and which of its ports other hosts can reach.
 
-Whoever reaches a port of UCX, and knows what a hello says, reads and writes the worker's memory. UCX knows no secret.
+A peer that reaches a port of UCX and knows a worker identity can read and write the worker's memory. UCX has no secret.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOOPBACK = "lo"
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches a host, as far as that can be told without looking its name up."""
+    """Return whether a host is this machine's loopback, as far as its text shows. It does not look up names."""
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -33,33 +33,34 @@ def is_loopback(host: str) -> bool:
 def choose_devices(settings: Settings, advertised_host: str) -> None:
     """Choose the devices of every UCX that this process starts from now on.
 
-    Where others reach the engine at a loopback address, all of them are on this machine.
+    If the engine advertises a loopback address, all its peers are on this machine, and UCX uses only loopback.
 
-    NIXL's own parameter takes InfiniBand devices only: it writes a port behind each name. So it is the environment's.
+    This sets the environment variable, because NIXL's own parameter only accepts InfiniBand devices: it appends a port
+    to each name.
     """
     if settings.net_devices is not None:
         os.environ[ENVIRONMENT] = settings.net_devices
     elif is_loopback(advertised_host):
-        # An engine that nobody else can ask for hellos has no peer elsewhere.
+        # Only peers on this machine can ask this engine for worker identities.
         os.environ.setdefault(ENVIRONMENT, _LOOPBACK)
 
 
 def unreachable(address: Address) -> str | None:
-    """Return why UCX of this process does not reach an address, if it is for want of devices."""
+    """Return why UCX of this process cannot reach an address, if the chosen devices are the reason."""
     if os.environ.get(ENVIRONMENT) != _LOOPBACK or is_loopback(address.host):
         return None
     return (
         f"UCX uses {_LOOPBACK!r} only here, which does not lead to {address.host}: set net_devices, or "
-        "side_channel_host to an address that others reach"
+        "side_channel_host to an address that other engines reach"
     )
 
 
 def warn_of_open_ports(opened: Iterable[ListeningSocket]) -> None:
-    """Say in the log which ports of the transport others can reach."""
-    found = [str(one) for one in opened if not one.is_loopback]
+    """Log the ports of the transport that other hosts can reach."""
+    found = [str(listening) for listening in opened if not listening.is_loopback]
     if found:
         logger.warning(
-            "kvhma: NIXL listens on %s: who reaches it can read and write this worker's memory, with or without a "
-            "secret; let only engines reach it, or choose other net_devices",
+            "kvhma: NIXL listens on %s: any peer that reaches it can read and write this worker's memory, with or "
+            "without a secret. Let only engines reach it, or choose other net_devices",
             ", ".join(found),
         )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which model an engine runs: what decides the values in its caches, and what no description of a page says.
+"""The model of an engine, which decides the values in its caches and is not part of a page's description.
 
-Two fine-tunes of one shape have caches that pair layer by layer, and only their names tell them apart.
+Caches of two fine-tunes of the same shape pair layer by layer. Only the names of the models differ.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from kvhma.vllm.wire.messages import Text
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """A model, as engines that exchange its caches have to agree on it.
+    """A model. Engines that exchange caches have to have the same.
 
     Attributes:
         model: its name or path.
-        revision: commit of its repository if that is known, else the revision that was asked for.
-        model_id: what the operator says that it is; None if nothing was said.
+        revision: commit of its repository if known, or else the requested revision.
+        model_id: the operator's name of the model; None if it is not set.
         dtype: of its activations, e.g. ``"bfloat16"``.
-        quantization: of its weights; None for none.
+        quantization: of its weights; None without quantization.
         cache_dtype: of its attention caches.
         rope: parameters of its rotary embedding, as JSON.
         overrides: settings that change what it computes, as JSON.
-        draft: name and revision of a draft model that has weights of its own; None for none.
+        draft: name and revision of a draft model with separate weights; None without one.
     """
 
     model: Text
@@ -43,30 +43,32 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineExtra(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an engine adds to the hello of each of its workers. Versions are for logs; nothing depends on them."""
+    """What an engine adds to the identity of each of its workers. Versions are for logs only."""
 
     model: ModelIdentity
     vllm: Text
     kvhma: Text
     board: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
-    """Address of the worker's :class:`kvhma.vllm.wire.lease_board.LeaseBoard`; 0 if it has none."""
+    """Address of the worker's :class:`kvhma.vllm.wire.lease_board.LeaseBoard`; 0 without a board."""
 
 
 def encode_extra(identity: ModelIdentity, *, vllm: str, board: int = 0) -> bytes:
-    """Return the bytes that a hello carries; `vllm` is its version, `board` the address of the lease board."""
+    """Return the extra bytes of a worker identity; `vllm` is its version, `board` the address of the lease board."""
     return msgspec.json.encode(EngineExtra(identity, vllm, __version__, board))
 
 
 def decode_extra(data: bytes) -> EngineExtra:
-    """Read what another engine's hello carries.
+    """Read the extra bytes of another engine's worker identity.
 
     Raises:
-        HandshakeError: it does not say which model it runs.
+        HandshakeError: they do not say which model the engine runs.
     """
     try:
         return _extras.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise HandshakeError(f"the hello does not say which model its engine runs: {one_line(str(error))}") from error
+        raise HandshakeError(
+            f"the worker identity does not say which model its engine runs: {one_line(str(error))}"
+        ) from error
 
 
 _extras: msgspec.json.Decoder[EngineExtra] = msgspec.json.Decoder(EngineExtra)
@@ -75,8 +77,8 @@ _extras: msgspec.json.Decoder[EngineExtra] = msgspec.json.Decoder(EngineExtra)
 def check_same_model(local: ModelIdentity, remote: ModelIdentity) -> None:
     """Refuse caches of another model.
 
-    Where both operators say which model it is, that is compared instead of name and revision. A draft model is
-    compared where both sides have one: the caches of one that P lacks do not come from P.
+    If both operators set `model_id`, it is compared instead of name and revision. A draft model is compared if both
+    sides have one: if P has no draft model, its caches do not come from P.
 
     Raises:
         UnsupportedPairError: the text names the field and both values.

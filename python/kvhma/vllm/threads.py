@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector's threads: they go on whatever is raised in them."""
+"""The connector's threads, which continue after any error."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from kvhma.vllm.counters import Counters
 logger = logging.getLogger("vllm.kvhma")
 
 _PAUSE_SECONDS = 0.1
-"""Pause before work begins again that was raised out of twice in this time."""
+"""Pause before a restart, if the work crashed within this time."""
 
 _TURN_SECONDS = 1e-4
-"""How long Python's lock is waited for in short turns."""
+"""Longest wait for Python's lock in short turns."""
 
 _ROUNDING = 5e-7
-"""Python keeps whole microseconds and drops the rest: without it what was read and set again is one less each time."""
+"""Python rounds the interval down to microseconds: without this, reading and setting it loses one each time."""
 
 ResultT = TypeVar("ResultT")
 
 
 class SupervisedThread:
-    """A daemon thread whose work begins again when anything is raised out of it, a panic of Rust included.
+    """A daemon thread that restarts its work after any error, a panic of Rust included.
 
-    So the work has to keep what it is doing in attributes, not in local variables.
+    So the work has to store its state in attributes, not in local variables.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class SupervisedThread:
         *,
         recover: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """Start.
+        """Start the thread.
 
         Args:
             name: of the thread.
-            work: what it does; the thread ends when this returns.
-            counters: count, by the name, how often the work began again.
-            recover: called before that with what was raised, in this thread.
+            work: the thread ends when this returns.
+            counters: count the restarts by the thread's name.
+            recover: the thread calls this with the error before it restarts the work.
         """
         self._name = name
         self._work = work
@@ -57,11 +57,11 @@ class SupervisedThread:
         self._thread.start()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for its end."""
+        """Wait until the thread ends."""
         self._thread.join(timeout)
 
     def is_alive(self) -> bool:
-        """Return whether it has not ended yet."""
+        """Return whether the thread has not ended yet."""
         return self._thread.is_alive()
 
     def _run(self) -> None:
@@ -71,29 +71,27 @@ class SupervisedThread:
             try:
                 if raised is not None:
                     error, raised = raised, None
-                    self._note(error)
+                    self._note_crash(error)
                     if time.monotonic() - begun < _PAUSE_SECONDS:
                         time.sleep(_PAUSE_SECONDS)
                 begun = time.monotonic()
                 self._work()
                 return
-            except BaseException as error:  # there is nobody above who could do more
+            except BaseException as error:  # no caller could handle it
                 raised = error
 
-    def _note(self, error: BaseException) -> None:
-        logger.error(
-            "kvhma: thread %s met an error of the connector's own and begins again", self._name, exc_info=error
-        )
+    def _note_crash(self, error: BaseException) -> None:
+        logger.error("kvhma: thread %s crashed and was restarted", self._name, exc_info=error)
         self._counters.count("thread_restarts", label=self._name)
         if self._recover is not None:
             self._recover(error)
 
 
 class _ShortTurns:
-    """While any thread is in it, none of the process waits long for Python's lock.
+    """While any thread is inside, no thread of the process waits long for Python's lock.
 
-    A thread that computes lets go of the lock again and again, but for moments that are too short for another one to
-    wake up in; it gives way only when that has waited for the switch interval, which is 5 ms.
+    A computing thread releases the lock often, but too briefly for another thread to wake up. It yields only after the
+    switch interval, which is 5 ms.
     """
 
     def __init__(self) -> None:
@@ -116,14 +114,14 @@ class _ShortTurns:
 
 
 short_turns = _ShortTurns()
-"""To be in while many things are done that each take Python's lock for a moment."""
+"""For code that takes Python's lock many times, each time for a moment."""
 
 
 def in_thread(name: str, function: Callable[[], ResultT]) -> Future[ResultT]:
-    """Call a function in a daemon thread of its own; the future has what it returns, or whatever it raises.
+    """Call a function in a new daemon thread; the future gets its result or its error.
 
     Raises:
-        RuntimeError: there can be no more threads.
+        RuntimeError: the system allows no more threads.
     """
     future: Future[ResultT] = Future()
 
