@@ -30,7 +30,7 @@ import msgspec
 import zmq
 
 from kvhma.vllm.wire.client import Client
-from kvhma.vllm.wire.messages import AskHello, Leases, LeaseState, Renew, frame
+from kvhma.vllm.wire.messages import AskWorkerIdentity, Leases, LeaseState, Renew, frame
 from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.server import Listener, LocalEngine
@@ -49,7 +49,7 @@ SECRET = b"a secret of a benchmark, of no use"
 CLIENT_SECRETS = Secrets([SECRET])
 CLAIM = ("cmpl-0123456789abcdef-0", bytes(8), bytes(8), bytes(16))
 RENEW = frame(Renew([CLAIM] * CLAIMS))
-ASK_HELLO = frame(AskHello(0, 0, bytes(16)))
+ASK_HELLO = frame(AskWorkerIdentity(0, 0, bytes(16)))
 
 
 # --- the process with the listener -----------------------------------------------------------------------------

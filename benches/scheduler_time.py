@@ -40,7 +40,7 @@ with redirect_stdout(sys.stderr):
 
 import kvhma
 from kvhma.nixl import encode_handshake
-from kvhma.vllm.metadata import WorkerHello
+from kvhma.vllm.metadata import LocalWorkerIdentity
 from kvhma.vllm.scheduler import decode, prefill
 from kvhma.vllm.scheduler.decode import DecodeScheduler
 from kvhma.vllm.scheduler.lease_table import LeaseTable
@@ -212,7 +212,7 @@ class Engine:
         made = self.scheduler.connector
         if connector == "kvhma":
             hello = encode_handshake(b"x", geometry_of(kinds, blocks), name="a", incarnation=1)
-            made._scheduler.serve({(0, 0): WorkerHello(hello, private_key=bytes(32))})
+            made._scheduler.serve({(0, 0): LocalWorkerIdentity(hello, private_key=bytes(32))})
         self.clock.watch(made)
         manager = self.scheduler.kv_cache_manager
         setattr(manager, "free", self.clock.timed("KVCacheManager.free", manager.free))  # noqa: B010

@@ -77,7 +77,7 @@ ROWS = {
             "ops",
             {
                 "failed: {{cause}}": rate("failed_loads_total", "cause"),
-                "computed: {{reason}}": rate("computed_prompts_total", "reason"),
+                "computed: {{reason}}": rate("local_prefills_total", "reason"),
             },
         ),
         Panel("Bytes", "What D reads.", "binBps", {"{{instance}}": rate("bytes_sum")}),
@@ -155,7 +155,7 @@ ROWS = {
             "Loads that wait for the GPU",
             "Reads that were not posted at once: the GPU was still zeroing or in an earlier step.",
             "ops",
-            {"{{instance}}": rate("waiting_posts_total")},
+            {"{{instance}}": rate("delayed_posts_total")},
         ),
     ],
     "What does P hold?": [
@@ -178,8 +178,8 @@ ROWS = {
             "ops",
             {
                 "ended: {{reason}}": rate("expired_total", "reason"),
-                "evicted": rate("held_dropped_total"),
-                "unstaged": rate("unstaged_total"),
+                "dropped": rate("held_dropped_total"),
+                "staging full": rate("staging_full_total"),
             },
         ),
         Panel("Answers", "How answers for next turns ended.", "ops", {"{{end}}": rate("answers_total", "end")}),
@@ -218,9 +218,9 @@ ROWS = {
             "Stalled processes, restarted threads, abandoned leases. It should be empty.",
             "ops",
             {
-                "stalled": rate("stood_still_total"),
+                "stalls": rate("stalls_total"),
                 "thread {{thread}}": rate("thread_restarts_total", "thread"),
-                "abandoned": rate("forgotten_leases_total"),
+                "abandoned": rate("abandoned_leases_total"),
             },
         ),
     ],

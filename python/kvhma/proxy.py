@@ -133,7 +133,7 @@ class Metrics:
             self.prompts.labels(engine, "computed").inc()
             logger.warning(
                 "request %s: no cache was transferred: decode engine %s computed all %d tokens of the prompt; see "
-                "its log, and its metrics vllm:kvhma_failed_loads and vllm:kvhma_computed_prompts",
+                "its log, and its metrics vllm:kvhma_failed_loads and vllm:kvhma_local_prefills",
                 request_id,
                 engine,
                 int(prompt[1]),

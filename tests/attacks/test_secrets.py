@@ -27,11 +27,11 @@ from kvhma.vllm.wire.messages import (
     MAX_CLAIMS,
     PROTOCOL,
     AskEngineInfo,
-    AskHello,
+    AskWorkerIdentity,
     EngineInfo,
     Leases,
-    RankHello,
     Renew,
+    SignedWorkerIdentity,
     frame,
 )
 from kvhma.vllm.wire.secrets import Secrets
@@ -89,7 +89,7 @@ def learned(address, context):
     """The answer to an untrusted client that asks for a worker identity over TLS."""
     try:
         with connect(address) as raw, context.wrap_socket(raw) as wrapped:
-            wrapped.sendall(frame(AskHello(0, 0, NONCE)))
+            wrapped.sendall(frame(AskWorkerIdentity(0, 0, NONCE)))
             return said(wrapped)
     except OSError as error:
         return error
@@ -101,7 +101,7 @@ def learned(address, context):
 def test_an_untrusted_client_without_encryption_learns_nothing(address):
     # Formerly any client of the side channel received NIXL's metadata, and with it access to P's memory.
     with connect(address) as raw:
-        raw.sendall(frame(AskHello(0, 0, NONCE)))
+        raw.sendall(frame(AskWorkerIdentity(0, 0, NONCE)))
         assert "this engine has a secret" in problem(said(raw))
         assert has_ended(raw, 5)
 
@@ -174,7 +174,7 @@ def test_messages_are_encrypted(address):
                 thread.join()
 
     with hostile(pass_on) as between, Client(between, 5, A) as client:
-        assert client.ask(AskHello(0, 0, NONCE), RankHello).data == HELLO
+        assert client.ask(AskWorkerIdentity(0, 0, NONCE), SignedWorkerIdentity).data == HELLO
         client.close()
     assert len(seen) > len(HELLO)
     assert HELLO[:16] not in seen
@@ -212,7 +212,7 @@ def test_changed_messages_are_refused(address):
         Client(between, 3, A) as client,
         pytest.raises(HandshakeTimeoutError, match="no answer"),
     ):
-        client.ask(AskHello(0, 0, NONCE), RankHello)
+        client.ask(AskWorkerIdentity(0, 0, NONCE), SignedWorkerIdentity)
 
 
 # --- two sides that do not agree name the reason ----------------------------------------------------------------
@@ -226,7 +226,7 @@ def asks(address, secrets):
 
 def test_only_the_listener_has_a_secret(address):
     with pytest.raises(
-        HandshakeError, match="this engine has a secret, and the question came without: set secret_file"
+        HandshakeError, match="this engine has a secret, and the question came without it: set secret_file"
     ):
         asks(address, NONE)
 
@@ -237,13 +237,13 @@ def test_only_the_client_has_a_secret(caplog):
         pytest.raises(HandshakeError, match="has no secret and this engine has one: set secret_file or KVHMA_SECRET"),
     ):
         asks(found.at, A)
-    assert "127.0.0.1 was refused: its questions are encrypted" in caplog.text
+    assert "refused 127.0.0.1: its questions are encrypted" in caplog.text
 
 
 def test_secrets_that_differ(address, caplog):
     with pytest.raises(HandshakeError, match=r"the secrets of .* and of this engine differ"):
         asks(address, B)
-    until(lambda: "its secret is another one" in caplog.text)
+    until(lambda: "which has another secret or none" in caplog.text)
 
 
 def test_only_the_listener_does_not_accept_the_others_secret():
@@ -362,7 +362,7 @@ def test_large_questions_and_answers(address):
     with Client(address, 10, A) as client:
         for _ in range(3):
             assert len(client.ask(Renew(claims), Leases).states) == MAX_CLAIMS
-            assert client.ask(AskHello(0, 0, NONCE), RankHello).data == HELLO
+            assert client.ask(AskWorkerIdentity(0, 0, NONCE), SignedWorkerIdentity).data == HELLO
 
 
 def test_an_encrypted_question_before_the_last_one_was_answered(address):
@@ -394,11 +394,11 @@ def test_rotation_while_engines_ask_loses_no_question(tmp_path, monkeypatch):
         while not stop.is_set():
             for attempt in (1, 2):
                 try:
-                    client = pool.take()
+                    client = pool.take_client()
                     try:
                         is_answered(client)
                     finally:
-                        pool.release(client)
+                        pool.release_client(client)
                 except HandshakeTimeoutError as error:
                     (retried if attempt == 1 else wrong).append(error)
                 except BaseException as error:

@@ -25,20 +25,20 @@ from kvhma.errors import HandshakeError, HandshakeTimeoutError
 from kvhma.vllm.wire import connection, connections, peer_log, server
 from kvhma.vllm.wire.client import Client, ClientPool
 from kvhma.vllm.wire.messages import (
-    MAX_HELLO_BYTES,
+    MAX_IDENTITY_BYTES,
     MAX_QUESTION_BYTES,
     PROTOCOL,
     AskEngineInfo,
-    AskHello,
+    AskWorkerIdentity,
     Done,
     EngineInfo,
     Leases,
     LeaseState,
     Outcome,
-    RankHello,
     Refused,
     Release,
     Renew,
+    SignedWorkerIdentity,
     frame,
     read_answer,
     read_question,
@@ -153,12 +153,12 @@ def test_strangers_do_not_take_all_of_the_time(monkeypatch):
 
 def test_a_rank_that_is_not_there(address):
     with Client(address, 5, NO_SECRETS) as client, pytest.raises(HandshakeError, match="pipeline 0, tensor 3"):
-        client.ask(AskHello(0, 3, NONCE), RankHello)
+        client.ask(AskWorkerIdentity(0, 3, NONCE), SignedWorkerIdentity)
 
 
 def test_an_answer_of_another_kind(address):
     with Client(address, 5, NO_SECRETS) as client, pytest.raises(HandshakeError, match="AskEngineInfo with EngineInfo"):
-        client.ask(AskEngineInfo(PROTOCOL), RankHello)
+        client.ask(AskEngineInfo(PROTOCOL), SignedWorkerIdentity)
 
 
 def test_a_peers_text_brings_no_line_breaks_into_the_log(address, caplog):
@@ -222,7 +222,7 @@ def test_mutations_of_good_questions(address):
         msgspec.msgpack.encode(question)
         for question in (
             AskEngineInfo(PROTOCOL),
-            AskHello(0, 0, NONCE),
+            AskWorkerIdentity(0, 0, NONCE),
             Renew([CLAIM]),
             Release([CLAIM], Outcome.READ),
         )
@@ -417,7 +417,7 @@ def test_a_peer_that_does_not_take_its_answers(address, quick):
             raw.settimeout(5)
             raw.connect((address.host, address.port))
             raws.append(raw)
-            raw.sendall(frame(AskHello(0, 0, NONCE)))
+            raw.sendall(frame(AskWorkerIdentity(0, 0, NONCE)))
         answers(address)
         assert resident() - before < 32 << 20
     finally:
@@ -435,11 +435,11 @@ def test_unread_answers_are_bounded_and_end(monkeypatch, quick):
         try:
             for _ in range(20):
                 raws.append(connect(found.at))
-                raws[-1].sendall(frame(AskHello(0, 0, NONCE)))
+                raws[-1].sendall(frame(AskWorkerIdentity(0, 0, NONCE)))
                 answers(found.at)
             assert resident() - before < 100 << 20
-            with Client(found.at, 5, NO_SECRETS) as client:  # a client that reads its answer gets it
-                assert client.ask(AskHello(0, 0, NONCE), RankHello).data == hello
+            with Client(found.at, 5, NO_SECRETS) as client:  # who takes its answer gets it
+                assert client.ask(AskWorkerIdentity(0, 0, NONCE), SignedWorkerIdentity).data == hello
             before = descriptors()
             until(lambda: descriptors() <= before - 3)
         finally:
@@ -451,7 +451,7 @@ def test_unread_answers_are_bounded_and_end(monkeypatch, quick):
 
 def ask_hello(address, timeout=1.0):
     with Client(address, timeout, NO_SECRETS) as client:
-        return client.ask(AskHello(0, 0, NONCE), RankHello)
+        return client.ask(AskWorkerIdentity(0, 0, NONCE), SignedWorkerIdentity)
 
 
 def test_an_answer_that_does_not_end():
@@ -467,7 +467,7 @@ def test_an_answer_that_does_not_end():
     assert resident() - before < 16 << 20
 
 
-@pytest.mark.parametrize("length", [MAX_HELLO_BYTES + 1, 3000 << 20, (1 << 32) - 1])
+@pytest.mark.parametrize("length", [MAX_IDENTITY_BYTES + 1, 3000 << 20, (1 << 32) - 1])
 def test_an_answer_that_is_too_long_is_refused_at_its_length(length):
     def serve(raw):
         raw.recv(1000)
@@ -511,7 +511,7 @@ def test_an_answer_without_a_question():
         raw.sendall(frame(Done()))
         raw.recv(1000)
 
-    with hostile(serve) as address, ClientPool(address, 5, NO_SECRETS).take() as client:
+    with hostile(serve) as address, ClientPool(address, 5, NO_SECRETS).take_client() as client:
         until(lambda: not client.idle())
         with pytest.raises(HandshakeError, match="bytes, at most 0 are expected"):
             client.ask(Release([CLAIM], Outcome.READ), Done)
@@ -531,7 +531,7 @@ def test_an_answer_byte_by_byte_has_an_end():
 def test_a_good_answer_byte_by_byte_is_taken():
     def serve(raw):
         raw.recv(1000)
-        for byte in frame(RankHello(b"x", bytes(32), bytes(64))):
+        for byte in frame(SignedWorkerIdentity(b"x", bytes(32), bytes(64))):
             raw.sendall(bytes([byte]))
 
     with hostile(serve) as address:
@@ -590,26 +590,26 @@ def test_any_bytes_as_an_answer_are_one_error(data):
 
 def test_a_pool_keeps_only_connected_clients(address):
     pool = ClientPool(address, 5, NO_SECRETS)
-    assert pool.take_idle() is None
-    client = pool.take()
+    assert pool.take_idle_client() is None
+    client = pool.take_client()
     is_answered(client)
-    pool.release(client)
-    assert pool.take_idle() is client
+    pool.release_client(client)
+    assert pool.take_idle_client() is client
     client.send(Renew([CLAIM]))
-    pool.release(client)  # it still waits for an answer
-    assert pool.take_idle() is None
+    pool.release_client(client)  # it waits for an answer still
+    assert pool.take_idle_client() is None
     pool.close()
 
 
 def test_a_pool_finds_that_a_connection_has_ended_before_it_is_used():
     with listening() as found:
         pool = ClientPool(found.at, 5, NO_SECRETS)
-        clients = [pool.take() for _ in range(6)]
+        clients = [pool.take_client() for _ in range(6)]
         for client in clients:
             is_answered(client)
-            pool.release(client)
+            pool.release_client(client)
     before = descriptors()
-    assert pool.take_idle() is None
+    assert pool.take_idle_client() is None
     assert descriptors() == before - 4
 
 
@@ -799,7 +799,10 @@ def test_the_log_has_few_lines_about_untrusted_messages(address, caplog, monkeyp
     monkeypatch.setattr(peer_log, "_SECONDS", 1e-9)
     with Client(address, 5, NO_SECRETS) as client:
         client.ask(Refused("last", "no"), Done)
-    assert caplog.records[-1].getMessage() == "kvhma: engine last cannot read our caches: no (and 1990 like it)"
+    assert (
+        caplog.records[-1].getMessage()
+        == "kvhma: engine last cannot read the caches of this engine: no (and 1990 like it)"
+    )
 
 
 def test_kinds_of_lines_do_not_crowd_each_other_out(caplog):
@@ -881,8 +884,8 @@ def test_a_loop_that_dies_starts_again(listener, raised, caplog):
             raw.sendall(b"x")
             until(lambda before=before: errors(listener) > before)
         answers(listener.at)
-    assert "kvhma-listener met an error" in caplog.text
-    # An exception between an accept and the next line leaves the socket to the collector, which warns: collect here.
+    assert "thread kvhma-listener crashed" in caplog.text
+    # One raised between an accept and the line after it leaves the socket to the collector, who warns: here, not later.
     gc.collect()
 
 
@@ -892,7 +895,7 @@ def test_closed_listeners_leave_nothing():
     before, threads = descriptors(), threading.active_count()
     for _ in range(5):
         with listening() as found, connect(found.at) as raw:
-            raw.sendall(frame(AskHello(0, 0, NONCE)))
+            raw.sendall(frame(AskWorkerIdentity(0, 0, NONCE)))
             assert HELLO in said(raw)
     # Fewer, if one of an earlier test was still open.
     until(lambda: descriptors() <= before and threading.active_count() <= threads)

@@ -60,7 +60,7 @@ class P:
             tickets=self.tickets,
         )
         if tickets is None:
-            self.tickets.on_news = self.listener.tell
+            self.tickets.on_news = self.listener.notify_progress
 
     def open(self, ticket: bytes) -> bool:
         return bool(self.tickets.open(ticket, ticket.hex(), self.source, 2, TOKENS, "a" * 32))
@@ -272,7 +272,7 @@ def test_strangers_leave_room_for_known_addresses() -> None:
     assert done.wait(5)
     until(lambda: not made._running)
     strangers = [made.start(Address("10.1.0.1", port), gate.wait) for port in range(1, 200)]
-    assert sum(one is not None for one in strangers) == calls.MAX_STRANGERS
+    assert sum(one is not None for one in strangers) == calls.MAX_UNKNOWN_PEERS
     assert made.start(known, gate.wait) is not None
     assert made.start(Address("10.2.0.1", 1), gate.wait) is None
     gate.set()
@@ -301,7 +301,7 @@ def test_waiting_questions_cost_nothing_while_others_progress() -> None:
         assert set(asked) == {(7).to_bytes(16, "big")}
         for one in many:
             one.close()
-        until(lambda: not p.listener._news)
+        until(lambda: not p.listener._progressed)
 
 
 def test_a_million_tickets_are_a_few() -> None:

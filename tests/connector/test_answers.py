@@ -151,7 +151,7 @@ def test_another_template(kinds):
         assert chat.computed == len(other) - 300
     else:
         assert chat.computed == len(other) - 1, "D has neither a state nor a window for another place"
-        assert chat.p.counted("computed_prompts") == {"other_prompt": 1}
+        assert chat.p.counted("local_prefills") == {"other_prompt": 1}
     chat.end()
 
 
@@ -161,7 +161,7 @@ def test_a_prompt_that_differs_from_the_first_token_on():
     other = [3, *said[1:], *chat.words(9)]
     chat.turn(other, params)
     assert chat.computed == len(other)
-    assert chat.p.counted("computed_prompts") == {"other_prompt": 1}
+    assert chat.p.counted("local_prefills") == {"other_prompt": 1}
     chat.end()
 
 
@@ -189,7 +189,7 @@ def test_a_read_that_fails_is_computed_whatever_the_policy_is(kinds, outcome, re
     said, params = chat.turn(prompt, params)
     assert chat.computed == len(prompt) - (kinds != "full")
     assert chat.p.counts.failed == 1
-    assert chat.p.counted("computed_prompts") == {"failed_read": 1}
+    assert chat.p.counted("local_prefills") == {"failed_read": 1}
     chat.p.load_odds = {"ok": 1.0}
     chat.turn(said + chat.words(20), params)
     assert chat.computed <= 21
@@ -206,7 +206,7 @@ def test_an_answer_whose_time_is_up():
     chat.d.step()
     chat.turn(said + chat.words(5), params)
     assert chat.computed == len(said) + 5
-    assert chat.p.counted("computed_prompts") == {"late_reader": 1}
+    assert chat.p.counted("local_prefills") == {"late_reader": 1}
     assert chat.d.counted("answers")["expired"] == 1
     chat.end()
 
@@ -249,7 +249,7 @@ def test_answers_are_read_once():
     assert chat.p.counts.loads == 1
     chat.turn(said + chat.words(6), params)
     assert chat.p.counts.loads == 1
-    assert chat.p.counted("computed_prompts") == {"late_reader": 1}
+    assert chat.p.counted("local_prefills") == {"late_reader": 1}
     chat.end()
 
 
@@ -328,7 +328,7 @@ def test_who_asks_before_a_state_is_written_computes():
     said = list(chat.d._requests[name].all_token_ids)
     chat.p.add("early", said + chat.words(9), 1, chat.d.finished[name].kv_transfer_params)
     chat.p.step()
-    assert chat.p.counted("computed_prompts") == {"late_reader": 1}
+    assert chat.p.counted("local_prefills") == {"late_reader": 1}
     for _ in range(3):
         chat.d.step()
     chat.end()
@@ -415,7 +415,7 @@ def test_an_answer_that_goes_while_it_is_read_is_not_believed():
     computed = sum(chat.p.step() for _ in range(20))
     assert computed == len(prompt)
     assert str(chat.p.finished["next"].finish_reason) == "length"
-    assert chat.p.counted("computed_prompts") == {"failed_read": 1}
+    assert chat.p.counted("local_prefills") == {"failed_read": 1}
     chat.end()
 
 
@@ -446,7 +446,7 @@ def test_windows_with_blocks_of_other_sizes(ours, theirs):
     said, params = chat.turn(chat.words(300))
     for _ in range(6):
         said, params = chat.turn(said + chat.words(21), params, answer=10)
-    told = chat.p.counted("computed_prompts")
+    told = chat.p.counted("local_prefills")
     assert chat.p.counts.loads == 6 or params is None
     assert set(told) <= {"short_window"}
     if ours <= theirs:
@@ -470,7 +470,7 @@ def another_d_after(length):
     for _ in range(200):
         other.step()
     assert name in other.finished
-    return chat.p.counted("computed_prompts")
+    return chat.p.counted("local_prefills")
 
 
 def test_a_window_that_is_not_filled_is_not_handed_over(monkeypatch):
@@ -522,6 +522,6 @@ def test_an_engine_that_may_not_be_read_from():
     said, params = chat.turn(chat.words(100))
     chat.turn(said + chat.words(5), params)
     assert chat.p.counts.loads == 0
-    assert chat.p.counted("computed_prompts") == {"refused": 1}
+    assert chat.p.counted("local_prefills") == {"refused": 1}
     assert chat.p.counted("refused_sources") == {"not_allowed": 1}
     chat.end()

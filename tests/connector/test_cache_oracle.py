@@ -184,7 +184,7 @@ def hand_over(seed: int) -> list[str]:
         d.step()
         late = rng.random() < 0.7
         for loading in d._loading:
-            loading.passing = rng.random() < 0.5
+            loading.transient = rng.random() < 0.5
             for part in loading.parts:
                 if part is not None and late:
                     part.steps = 6
@@ -223,9 +223,9 @@ def test_after_failed_loads_nothing_waits_for_ever(lacks, monkeypatch):
     assert hung == 0 if lacks == "nothing" else hung >= LACKS[lacks]
 
 
-@pytest.mark.parametrize("passing", [False, True], ids=["computed here", "tried again"])
-def test_after_a_failed_load_those_of_higher_priority_do_not_wait_for_ever(passing, monkeypatch):
-    """vLLM keeps blocks free for it. Formerly vLLM asked those that lack blocks before it in every step."""
+@pytest.mark.parametrize("transient", [False, True], ids=["computed here", "tried again"])
+def test_after_a_failed_load_those_of_higher_priority_do_not_wait_for_ever(transient, monkeypatch):
+    """vLLM keeps blocks free for it, and those that lack them were asked before it in every step."""
     monkeypatch.setattr(failed_loads, "_RETRY_SECONDS", 0.0)
     groups = (GroupShape("0", "full", 16),)
     p = Engine(EngineShape("p", groups, 400, 2048), random.Random(1))
@@ -242,7 +242,7 @@ def test_after_a_failed_load_those_of_higher_priority_do_not_wait_for_ever(passi
     monkeypatch.setattr(Engine, "_part", lambda *given: replace(part(*given), steps=3))
     d.step()
     (loading,) = d._loading
-    loading.passing = passing
+    loading.transient = transient
     d.load_odds = {"ok": 1.0}
     d.add("high", prompts["high"], 4, p.finished["high"].kv_transfer_params, priority=0)
     for _ in range(50):

@@ -38,7 +38,7 @@ def test_a_case_is_what_was_planned(tmp_path: Path) -> None:
     """The case that is read back has the same geometries and spans, moves the same bytes, and every byte is right."""
     planned = plan(LOCAL, [REMOTE], descriptor_bytes=7)
     folder = CaseFolder(str(tmp_path / "new" / "cases"))
-    folder.add(a_load("a/../b c"), planned, SPANS)
+    folder.save_failed_load(a_load("a/../b c"), planned, SPANS)
     folder.wait(10)
     (path,) = written(tmp_path / "new" / "cases")
     assert path.name.endswith("-01-a____b_c.json")
@@ -56,12 +56,12 @@ def test_what_is_written_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(case_folder, "_MAX_CASES", 3)
     planned, folder = plan(LOCAL, [REMOTE]), CaseFolder(str(tmp_path))
     for _ in range(10):
-        folder.add(a_load(), planned, SPANS)
+        folder.save_failed_load(a_load(), planned, SPANS)
         folder.wait(10)
     assert len(written(tmp_path)) == 3
     monkeypatch.setattr(case_folder, "_MAX_BYTES", 100)
     other = CaseFolder(str(tmp_path / "other"))
-    other.add(a_load(), planned, SPANS)
+    other.save_failed_load(a_load(), planned, SPANS)
     other.wait(10)
     assert written(tmp_path / "other") == []
 
@@ -78,7 +78,7 @@ def test_a_slow_disk_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(case_folder, "_write", slow)
     planned, folder = plan(LOCAL, [REMOTE]), CaseFolder(str(tmp_path))
     for _ in range(5):
-        folder.add(a_load(), planned, SPANS)
+        folder.save_failed_load(a_load(), planned, SPANS)
     go_on.set()
     folder.wait(10)
     assert len(calls) == len(written(tmp_path)) == 1
@@ -92,11 +92,13 @@ def test_what_cannot_be_written_harms_nobody(
     folder = CaseFolder({"no folder": None, "a file": str(tmp_path / "file")}.get(what, str(tmp_path)))
     if what == "a full disk":
         monkeypatch.setattr(case_folder.os, "open", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
-    folder.add(a_load(), None if what == "no plan" else plan(LOCAL, [REMOTE]), None if what == "no blocks" else SPANS)
+    folder.save_failed_load(
+        a_load(), None if what == "no plan" else plan(LOCAL, [REMOTE]), None if what == "no blocks" else SPANS
+    )
     folder.wait(10)
     assert written(tmp_path) == []
     if what in ("a file", "a full disk"):
-        until(lambda: "no case of cmpl-1" in caplog.text)
+        until(lambda: "did not save failed load cmpl-1" in caplog.text)
 
 
 def test_a_folder_is_a_path() -> None:

@@ -41,7 +41,7 @@ def test_a_scheduler_without_requests_ends():
 
 
 OPEN = "the side channel at 10.0.0.1:5600 is open"
-ANY = "allowed_prefill_engines says from which ones"
+ANY = "allowed_prefill_engines can restrict this"
 
 
 @pytest.fixture
@@ -71,18 +71,18 @@ def test_the_log_says_once_what_an_engine_takes_from_everybody(log, monkeypatch,
     file.write_text("a secret of sixteen bytes\n")
     file.chmod(0o644)
     said = log(secret_file=str(file))
-    assert said.count("everybody on this machine can read the secrets") == 1
+    assert said.count("every user of this machine can read the secrets") == 1
     assert "a secret of sixteen" not in said
     file.chmod(0o600)
-    assert "everybody" not in log(secret_file=str(file))
+    assert "every user" not in log(secret_file=str(file))
 
 
 def test_the_log_says_where_others_are_told_to_come(log, monkeypatch):
     monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.7")
-    assert "other engines are told" not in log(side_channel_host="127.0.0.1")
-    assert log(side_channel_host="0.0.0.0").count("listens at 0.0.0.0:5600; other engines are told 10.0.0.7:5600") == 1
+    assert "advertises" not in log(side_channel_host="127.0.0.1")
+    assert log(side_channel_host="0.0.0.0").count("listens at 0.0.0.0:5600 and advertises 10.0.0.7:5600") == 1
     said = log(side_channel_host="127.0.0.1", advertised_host="gate.example", advertised_port=31000)
-    assert said.count("listens at 127.0.0.1:5600; other engines are told gate.example:31000") == 1
+    assert said.count("listens at 127.0.0.1:5600 and advertises gate.example:31000") == 1
 
 
 def test_the_log_says_in_one_line_which_settings_of_upstream_change_nothing(log):
@@ -95,8 +95,10 @@ def test_the_log_says_in_one_line_which_settings_of_upstream_change_nothing(log)
 
 
 def test_the_log_says_that_answers_do_not_go_through_host_memory(log):
-    assert "answers" not in log(bidirectional_kv_xfer=True)
-    assert "no answers are kept or read (bidirectional_kv_xfer)" in log(bidirectional_kv_xfer=True, host_staged=True)
+    assert "has no effect" not in log(bidirectional_kv_xfer=True)
+    assert "bidirectional_kv_xfer has no effect: blocks go through host memory" in log(
+        bidirectional_kv_xfer=True, host_staged=True
+    )
 
 
 @pytest.mark.parametrize("version", ["0.34.0", "1.0.0rc1", "0.34.1.dev7+cpu"])
@@ -105,7 +107,9 @@ def test_the_log_says_in_one_line_that_a_version_was_not_tested(log, monkeypatch
     monkeypatch.setattr(vllm, "__version__", version)
     (line,) = [line for line in log().splitlines() if "was not tested" in line]
     assert line.startswith("WARNING")
-    assert f"vLLM {version} was not tested with kvhma {kvhma.__version__}; the last one that was is {VLLM[-1]}" in line
+    assert (
+        f"vLLM {version} was not tested with kvhma {kvhma.__version__}; the newest tested version is {VLLM[-1]}" in line
+    )
 
 
 @pytest.mark.parametrize("content", [None, b"short\n", b""])

@@ -23,7 +23,7 @@ from kvhma.nixl import Agent, key_hash
 from kvhma.oracle import fill_source
 from kvhma.vllm.engine_facts import EngineFacts
 from kvhma.vllm.memory import DeviceMemory
-from kvhma.vllm.metadata import Failure, LoadDigest, WorkerHello, WorkerReport
+from kvhma.vllm.metadata import Failure, LoadDigest, LocalWorkerIdentity, WorkerReport
 from kvhma.vllm.scheduler import lease_table
 from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
@@ -65,7 +65,7 @@ class Rank:
         self.private, public = new_agent_key()
         self.agent = Agent(f"digests{next(NAMES)}-{key_hash(public)}", public_key=public)
         self.agent.register(self.geometry)
-        self.hello = WorkerHello(self.agent.handshake_payload(self.geometry, EXTRA), self.private)
+        self.hello = LocalWorkerIdentity(self.agent.handshake_payload(self.geometry, EXTRA), self.private)
         check_digests(settings, self.geometry, 1)
         context = WorkerContext(settings, Secrets(), "d", IDENTITY, self.geometry, self.agent, rank=index)
         self.worker = KvhmaWorker(context, DeviceMemory(self.geometry, {}))
@@ -251,7 +251,7 @@ def test_a_spoiled_block_of_each_kind_fails_the_load(
     d.steps(lambda: "r" in d.ended, p)
     assert d.ended == {"r": False}
     failure = d.failures["r"]
-    assert (failure.cause, failure.passing) == ("digest", True)
+    assert (failure.cause, failure.transient) == ("digest", True)
     assert failure.text == f"what was loaded is not what P holds: {said}"
     counted = d.stats()
     assert counted["content_digests"] == {"mismatch": 1}
@@ -354,7 +354,7 @@ def test_one_rank_that_fails_keeps_no_other_waiting(engines: Any) -> None:
     decode(d, prefill(p))
     metadata = d.scheduler.step(STEP)
     d.ranks[0].worker.start_loads(metadata)
-    lost = WorkerReport({"r": Failure("transfer", "lost", passing=True)})
+    lost = WorkerReport({"r": Failure("transfer", "lost", transient=True)})
     d.scheduler.results(SimpleNamespace(finished_recving=None, failed_recving=None, kv_connector_worker_meta=lost))
     metadata = d.scheduler.step(STEP)
     assert metadata.verdicts == {"r": None}
@@ -366,16 +366,16 @@ def test_a_verdict_may_come_first_or_last() -> None:
     digest = LoadDigest(1, ContentDigest(4, {}), ContentDigest(4, {}))
     load = SimpleNamespace(request_id="r", optional=False, piece=0, remote=SimpleNamespace(lease=30.0))
     for early in (True, False):
-        for verdict in (None, Failure("digest", "other bytes", passing=True)):
+        for verdict in (None, Failure("digest", "other bytes", transient=True)):
             results = LoadResults()
             results.expect([load])
             if early:
                 results.judge({"r": verdict})
             results.ask_verdict("r", {0: 3}, digest)
             if not early:
-                assert results.take()[0] == set()
+                assert results.take_results()[0] == set()
                 results.judge({"r": verdict, "unknown": None})
-            ended, report = results.take()
+            ended, report = results.take_results()
             assert ended == {"r"}
             assert report.failures == ({} if verdict is None else {"r": verdict})
             assert results.unreported() == 0
@@ -387,8 +387,8 @@ def test_a_verdict_of_a_load_that_fails_is_forgotten() -> None:
     load = SimpleNamespace(request_id="r", piece=False, optional=False)
     results.expect([load])  # type: ignore[list-item]
     results.judge({"r": None})
-    results.fail("r", Failure("transfer", "lost", passing=True))
-    assert (results.take()[0], results._verdicts) == ({"r"}, {})
+    results.fail_load("r", Failure("transfer", "lost", transient=True))
+    assert (results.take_results()[0], results._verdicts) == ({"r"}, {})
 
 
 def test_sums_of_ranks_that_cannot_be_added_end_the_load() -> None:

@@ -381,7 +381,7 @@ def test_a_followed_request_that_is_not_read_is_given_up(p, d, why, first):
     d.add(asked)
     assert d.decode.pending == {}
     assert d.matched_tokens(asked, 0) == (0, False)
-    assert d.take_stats().data.get("computed_prompts", {}) == (
+    assert d.take_stats().data.get("local_prefills", {}) == (
         {"skip_reading_prefix_cache": 1} if why == "computed" else {}
     )
     ticket = bytes.fromhex(TICKET)

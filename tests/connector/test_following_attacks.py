@@ -22,7 +22,7 @@ from connector.test_following import (  # noqa: F401
     read,
     waits,
 )
-from kvhma.vllm.metadata import WorkerHello
+from kvhma.vllm.metadata import LocalWorkerIdentity
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
 from support.schedulers import STEP, kept, output, request, tables
 from support.waiting import until
@@ -175,7 +175,7 @@ def test_p_that_has_begun_anew_ends_what_it_had_said(p, d):  # noqa: F811
     facts = dataclasses.replace(old.context.engine)
     again = KvhmaScheduler(old.context.settings, old.context.secrets, facts)
     try:
-        again.serve({rank: WorkerHello(*hello) for rank, hello in hellos.items()})
+        again.serve({rank: LocalWorkerIdentity(*hello) for rank, hello in hellos.items()})
         refusals = {}
 
         def ended():

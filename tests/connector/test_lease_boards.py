@@ -228,9 +228,9 @@ def test_other_boards_show_what_is_kept_from_then_on(board):
 
 
 def test_a_load_that_one_rank_saw_is_told_of():
-    """P must be notified, whether or not another rank has asked."""
-    seen, asked = WorkerReport(shown={"a"}), WorkerReport(first_tokens={"a": {0: 1}})
-    assert seen.aggregate(asked).shown == asked.aggregate(seen).shown == {"a"}
+    """P has to hear of it, whether or not another rank has asked."""
+    seen, asked = WorkerReport(verified_by_board={"a"}), WorkerReport(first_tokens={"a": {0: 1}})
+    assert seen.aggregate(asked).verified_by_board == asked.aggregate(seen).verified_by_board == {"a"}
     assert not seen.is_empty
 
 
@@ -287,7 +287,7 @@ def test_what_the_board_shows_is_not_asked(p, d, asked, at_once):
     d.start(first=(p.remote("first", [1]), [1]))
     d.ended("first")
     d.start(at_once=at_once, a=(p.remote("a", [2, 3]), [5, 6]), b=(p.remote("b", [9]), [9]))
-    assert report_of(d, "a", "b").shown == {"a", "b"}
+    assert report_of(d, "a", "b").verified_by_board == {"a", "b"}
     assert not asked
     assert counted(d, "load_seconds", 3).data["lease_checks"] == {"board": 3}
     assert np.array_equal(d.pages([5, 6, 9]), p.memory.reshape(PAGES, PAGE)[[2, 3, 9]])
@@ -296,7 +296,7 @@ def test_what_the_board_shows_is_not_asked(p, d, asked, at_once):
 def test_p_without_a_board_is_asked(d, asked):
     p = Prefill(Address("127.0.0.1", free_port()))
     d.start(a=(p.remote("a", [2]), [5]))
-    assert report_of(d, "a").shown == set()
+    assert report_of(d, "a").verified_by_board == set()
     assert asked == [1]
     assert counted(d, "load_seconds", 1).data["lease_checks"] == {"question": 1}
     p.close()
@@ -320,7 +320,7 @@ def test_a_board_that_nobody_opened_is_read_once(board, d, asked, monkeypatch):
         remote = p.remote(f"{number}", [2])
         board._bytes[FIRST : FIRST + MARK_BYTES] = np.frombuffer(mark_of(remote.lease_key, DIGEST), np.uint8)
         d.start(**{f"r{number}": (remote, [5])})
-        assert report_of(d, f"r{number}").shown == set()
+        assert report_of(d, f"r{number}").verified_by_board == set()
     assert (len(reads), asked) == (1, [1, 1, 1])
     assert has_all_places(d)
     p.close()
@@ -361,7 +361,7 @@ def test_more_leases_than_the_board_has_room_for(p, d, asked):
     for number in range(ROOM):
         p.remote(f"other {number}", [1])
     d.start(a=(p.remote("a", [2]), [5]))
-    assert report_of(d, "a").shown == set()
+    assert report_of(d, "a").verified_by_board == set()
     assert asked == [1]
 
 
@@ -370,7 +370,7 @@ def test_digests_are_asked_for(p, d, asked):
     p.leases.note_content(remote.lease_key, b"other")
     d.worker.start_loads(StepMetadata([load("r", remote, [5])]))
     until(lambda: asked)
-    assert d.worker.collect(idle=False)[1].shown == set()
+    assert d.worker.collect(idle=False)[1].verified_by_board == set()
 
 
 def test_an_address_where_p_has_no_board(d, asked):
@@ -382,7 +382,7 @@ def test_an_address_where_p_has_no_board(d, asked):
     p.hellos[0, 0] = (p.agent.handshake_payload(p.geometry, extra), p.hellos[0, 0][1])
     p.listen()
     d.start(r=(p.remote("r", [2]), [5]))
-    assert report_of(d, "r").shown == set()
+    assert report_of(d, "r").verified_by_board == set()
     assert asked == [1]
     p.close()
     liar.close()
@@ -433,19 +433,19 @@ def test_a_board_speaks_for_its_own_worker_only(p, d, asked, second):
     """
     second.leases.show_on(LeaseBoards([second.board.file]))
     d.start(r=(p.remote("r", [2]), [5]))
-    assert report_of(d, "r").shown == set()
+    assert report_of(d, "r").verified_by_board == set()
     assert asked == [1]
     remote = p.remote("s", [3])
     second.leases.add(remote.lease_key, DIGEST, [3])
     d.start(s=(remote, [6]))
-    assert report_of(d, "s").shown == {"s"}, "what both show is held"
+    assert report_of(d, "s").verified_by_board == {"s"}, "what both show is held"
     assert asked == [1]
 
 
 def test_an_engine_of_which_one_worker_has_no_board_is_asked(p, d, asked, second):
     """One worker may run on another host than its scheduler."""
     d.start(r=(p.remote("r", [2]), [5]))
-    assert report_of(d, "r").shown == set()
+    assert report_of(d, "r").verified_by_board == set()
     assert asked == [1]
     assert has_all_places(d)
 
@@ -631,7 +631,7 @@ def test_p_is_asked_if_its_board_takes_too_long(p, d, asked, stuck):
     for name in ("a", "b"):
         began = time.monotonic()
         d.start(**{name: (p.remote(name, [2]), [5])})
-        assert report_of(d, name).shown == set()
+        assert report_of(d, name).verified_by_board == set()
         if name == "a":
             assert time.monotonic() - began >= board_reader._LATE_SECONDS
     assert asked == [1, 1]
@@ -654,9 +654,9 @@ def test_a_lost_engine_whose_board_is_read_keeps_nobody_waiting(p, d, stuck):
     board.look(time.monotonic())
     engines = d.worker._engines
     (engine,) = engines._engines.values()
-    engines._take(engine)
+    engines._note_acquired(engine)
     engine.peers[0].gone = "lost"
-    engines.release(engine)
+    engines.release_engine(engine)
     assert board._place is not None, "something may be written there"
     states.append("ended")
     until(lambda: board._place is None)

@@ -18,12 +18,12 @@ from kvhma.vllm.wire import secrets as wire_secrets
 from kvhma.vllm.wire.client import Client, ClientPool
 from kvhma.vllm.wire.messages import (
     MAX_CLAIMS,
-    AskHello,
+    AskWorkerIdentity,
     Leases,
     LeaseState,
     Outcome,
-    RankHello,
     Renew,
+    SignedWorkerIdentity,
     frame,
     frame_length,
     read_question,
@@ -260,7 +260,7 @@ def test_the_renewer_begins_again_whatever_is_raised(address, service, monkeypat
         renewer.track(address, one, every=0.05)
         until(lambda: renewer.held(address, one))
         assert counted.by_label("thread_restarts") == {"kvhma-lease-renewer": 2}
-        assert "kvhma-lease-renewer met an error" in caplog.text
+        assert "thread kvhma-lease-renewer crashed" in caplog.text
     finally:
         renewer.close()
 
@@ -540,7 +540,7 @@ def test_a_second_reader(clients, table):
     for reader in (1, 2):
         ask(clients, claim(key, reader)).check(0)
     table.release([claim(key, 1), claim(key, 2)], Outcome.READ)
-    with pytest.raises(LeaseEndedError, match="or others have read it"):
+    with pytest.raises(LeaseEndedError, match="or other readers have read it"):
         ask(clients, claim(key, 3)).check(0)
 
 
@@ -553,8 +553,8 @@ def test_other_parameters_than_were_handed_out(clients, table):
 def proving_with(clients):
     """The result of a handshake with the engine, for a worker that no peer reads from."""
     own = ProofKey()
-    with clients.take() as client:
-        engine_key = client.ask(AskHello(0, 0, bytes(16)), RankHello).engine_key
+    with clients.take_client() as client:
+        engine_key = client.ask(AskWorkerIdentity(0, 0, bytes(16)), SignedWorkerIdentity).engine_key
     return Proving(own.public, own.shared(engine_key))
 
 
@@ -574,7 +574,7 @@ def test_an_answer_is_of_the_engine_that_was_read(clients, table):
         length = frame_length(raw.recv(4, socket.MSG_WAITALL))
         question = read_question(raw.recv(length, socket.MSG_WAITALL))
         own = Renew([write_claim(claim(key))], question.reader_key, question.nonce)
-        with clients.take() as relay:
+        with clients.take_client() as relay:
             states, proof = [LeaseState.HELD], relay.ask(own, Leases).proof
         said.append(proof)
         raw.sendall(frame(Leases(states, proof if len(said) > 1 else None)))
@@ -616,13 +616,13 @@ def test_nobody_answers(address, kept):
     clients = ClientPool(address, 0.2, OPEN)
     try:
         if kept:
-            clients.release(clients.take())
+            clients.release_client(clients.take_client())
         question = LeaseQuestion(clients, [claim(key_of("a"))], 0.2, None)
         assert (question.fileno() is not None) == kept
         until(question.poll)
         with pytest.raises(LeaseUnknownError, match="P has not confirmed that the blocks were held"):
             question.check(0)
-        assert clients.take_idle() is None
+        assert clients.take_idle_client() is None
     finally:
         clients.close()
         listening.close()
@@ -635,15 +635,15 @@ def test_nobody_is_there(clients):
 
 def test_a_connection_is_kept_for_the_next_question(clients, table):
     ask(clients, claim(add(table, "a"))).check(0)
-    client = clients.take_idle()
+    client = clients.take_idle_client()
     assert client is not None
-    clients.release(client)
+    clients.release_client(client)
     question = LeaseQuestion(clients, [claim(add(table, "b"))], 2.0, None)
     assert question.fileno() == client.fileno(), "no thread was needed"
     until(question.poll)
     question.check(0)
     assert question.fileno() is None
-    with clients.take() as kept:
+    with clients.take_client() as kept:
         assert kept is client
 
 
@@ -664,7 +664,7 @@ def test_a_connection_that_p_has_ended_costs_no_load(clients, address):
 def test_a_connection_that_p_ends_while_it_is_asked_costs_no_load(clients, address):
     """The same a moment later: D had sent the question already."""
     listening = socket.create_server((address.host, address.port))
-    clients.release(clients.take())
+    clients.release_client(clients.take_client())
     question = LeaseQuestion(clients, [claim(key_of("a"))], 2.0, None)
     assert question.fileno() is not None
     accepted, _ = listening.accept()
@@ -699,6 +699,6 @@ def test_a_panic_while_p_is_asked_is_an_answer_too(clients, monkeypatch):
     def panics():
         raise Panic("no")
 
-    monkeypatch.setattr(clients, "take", panics)
+    monkeypatch.setattr(clients, "take_client", panics)
     with pytest.raises(LeaseUnknownError, match="no"):
         ask(clients, claim(key_of("a"))).check(0)

@@ -63,7 +63,7 @@ def test_orders_of_a_step_come_as_they_were_given(again):
         idle=True,
         step=5,
         digests=[DigestOrder(key, 1, 2, (Span(0, [3]),))],
-        verdicts={"v": Failure("digest", "text", passing=True), "w": None},
+        verdicts={"v": Failure("digest", "text", transient=True), "w": None},
     )
     got = again(given)
     assert type(got) is StepMetadata
@@ -83,9 +83,9 @@ def test_an_empty_step_stays_empty():
 
 
 def test_reports_come_as_they_were_given():
-    failure = Failure("transfer", "text", passing=True, optional=True)
+    failure = Failure("transfer", "text", transient=True, optional=True)
     given = WorkerReport({"f": failure}, {"a": {0: 3}}, {"p": 1}, {"l": "lost"}, 7, {"s"})
     got = pickle.loads(pickle.dumps(given))
     assert got == given
-    assert got.aggregate(WorkerReport(shown={"t"})).shown == {"s", "t"}
+    assert got.aggregate(WorkerReport(verified_by_board={"t"})).verified_by_board == {"s", "t"}
     assert pickle.loads(pickle.dumps(WorkerReport())).is_empty

@@ -221,7 +221,7 @@ def test_a_load_comes_after_the_steps_before_it_and_not_after_its_own(p, d, devi
     device.idle()
     assert equal(d.caches, expected_after_loading(p, before, tokens)), "nothing is written later"
     stats = d.connector.get_kv_connector_stats().data
-    assert (stats["waiting_posts"], len(stats["zero_seconds"])) == (1, 1)
+    assert (stats["delayed_posts"], len(stats["zero_seconds"])) == (1, 1)
     assert stats["zero_seconds"][0] > 0.1
 
 

@@ -293,9 +293,9 @@ def test_with_a_secret_only_an_engine_can():
     right = written(secrets=SECRET)
     assert read(right, secrets=SECRET)._replace(digest=b"") == REMOTE
     mine = right | {"kvhma": forged(NO_SECRET)["kvhma"] | {"signed": True}}
-    with pytest.raises(RequestError, match=r"P's secret is none of this engine's, or they were changed on the way"):
+    with pytest.raises(RequestError, match=r"P's secret does not match any of ours, or they were changed on the way"):
         read(mine, secrets=SECRET)
-    with pytest.raises(RequestError, match="P's secret is none of this engine's"):
+    with pytest.raises(RequestError, match="P's secret does not match any of ours"):
         read(forged(Secrets([b"a secret that I have made up"])), secrets=SECRET)
 
 
@@ -322,7 +322,7 @@ def test_parameters_that_were_written_before_the_secret_changed():
     new, old = b"the new secret of both", b"the old secret of both"
     for p, d in (([old], [old, new]), ([new, old], [old, new]), ([old], [new, old]), ([new], [new, old])):
         assert read(written(secrets=Secrets(p)), secrets=Secrets(d))._replace(digest=b"") == REMOTE
-    with pytest.raises(RequestError, match="P's secret is none of this engine's"):
+    with pytest.raises(RequestError, match="P's secret does not match any of ours"):
         read(written(secrets=Secrets([old])), secrets=Secrets([new]))
 
 

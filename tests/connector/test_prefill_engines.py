@@ -29,13 +29,13 @@ from kvhma.vllm.wire import names
 from kvhma.vllm.wire import server as server_module
 from kvhma.vllm.wire.client import Client, ClientPool
 from kvhma.vllm.wire.params import Address, Incarnation, LeaseClaim, LeaseKey
-from kvhma.vllm.wire.proofs import new_agent_key, sign_hello
+from kvhma.vllm.wire.proofs import new_agent_key, sign_identity
 from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.server import Listener, LocalEngine
 from kvhma.vllm.worker import idle_engines, prefill_engines
 from kvhma.vllm.worker.context import WorkerContext
-from kvhma.vllm.worker.hellos import HelloBudget
 from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
+from kvhma.vllm.worker.worker_identity import IdentityBudget
 from support.counted import Counted
 from support.engines.engine import free_port
 from support.fake_nixl import FakeNet, FakeNixl
@@ -101,7 +101,9 @@ class World:
         for _ in range(2):
             done = threading.Event()
             errors: list[KvhmaError | None] = []
-            engine = self.engines.acquire(remote, lambda error, to=errors, done=done: (to.append(error), done.set()))
+            engine = self.engines.acquire_engine(
+                remote, lambda error, to=errors, done=done: (to.append(error), done.set())
+            )
             if engine is not None:
                 return engine
             assert done.wait(10)
@@ -138,8 +140,8 @@ def test_what_was_lost_is_connected_again_and_the_rest_kept(world):
     assert second is not first
     assert second.gone is None
     assert second.peers[1] is first.peers[1], "it was not lost"
-    world.engines.release(first)
-    world.engines.release(second)
+    world.engines.release_engine(first)
+    world.engines.release_engine(second)
     assert world.acquire(remote) is second
     assert world.counted.numbers["handshakes"] == len(world.counted.values) == 2
 
@@ -162,8 +164,8 @@ def test_an_engine_with_two_addresses():
         hellos = world.workers()
         one, other = world.prefill(*hellos), world.prefill(*hellos)
         first, second = world.acquire(one), world.acquire(other)
-        world.engines.release(first)
-        world.engines.release(world.acquire(world.prefill(*world.workers("Q"), instance=2)))
+        world.engines.release_engine(first)
+        world.engines.release_engine(world.acquire(world.prefill(*world.workers("Q"), instance=2)))
         assert world.acquire(one) is not first, "it had to go for the third one"
         assert second.gone is None
     finally:
@@ -205,9 +207,9 @@ def test_a_hello_that_is_repeated_and_changed_locks_nobody_out(world, met, has_k
 def test_a_signature_that_was_seen_is_worth_nothing(world, monkeypatch):
     """An untrusted client may ask P, too. P signs that client's nonce then, not D's."""
     workers = world.workers()
-    seen = [sign_hello(private, bytes(16), bytes(32), hello) for hello, private in workers]
+    seen = [sign_identity(private, bytes(16), bytes(32), hello) for hello, private in workers]
     fake = world.prefill(*[(hello, signature) for (hello, _), signature in zip(workers, seen, strict=True)])
-    monkeypatch.setattr(server_module, "sign_hello", lambda signature, nonce, engine_key, hello: signature)
+    monkeypatch.setattr(server_module, "sign_identity", lambda signature, nonce, engine_key, hello: signature)
     with pytest.raises(HandshakeError, match="was not signed by that agent"):
         world.acquire(fake)
 
@@ -291,15 +293,15 @@ def test_a_lasting_failure_stands_for_the_next_ones_and_keeps_nothing_of_it(worl
         warnings.simplefilter("ignore")
         gc.collect()  # left by earlier tests
     clients = []
-    take = ClientPool.take
+    take = ClientPool.take_client
 
     def watched(self):
         client = take(self)
         clients.append(weakref.ref(client))
         return client
 
-    monkeypatch.setattr(ClientPool, "take", watched)
-    remote = world.prefill((b"garbage!", new_agent_key()[0]))
+    monkeypatch.setattr(ClientPool, "take_client", watched)
+    remote = world.prefill((b"no hello", new_agent_key()[0]))
     for _ in range(2):
         with pytest.raises(HandshakeError, match="a handshake payload of 8 bytes is cut off"):
             world.acquire(remote)
@@ -323,7 +325,7 @@ def test_wrong_parameters_keep_no_right_ones_waiting(world):
     """Formerly requests that came during such a handshake got its error, too."""
     remote = world.prefill(*world.workers())
     errors = []
-    assert world.engines.acquire(remote._replace(engine_id="q"), errors.append) is None
+    assert world.engines.acquire_engine(remote._replace(engine_id="q"), errors.append) is None
     assert world.acquire(remote).gone is None
 
 
@@ -335,9 +337,9 @@ def test_handshakes_with_an_engine_of_the_operator_are_bounded():
         try:
             for at in range(4):
                 named = Incarnation(Address("127.0.0.1", port), "p", at, None)
-                assert world.engines.acquire(named, lambda error: None) is None
+                assert world.engines.acquire_engine(named, lambda error: None) is None
             with pytest.raises(HandshakeTimeoutError, match="4 handshakes with it are under way"):
-                world.engines.acquire(named._replace(incarnation_id=9), lambda error: None)
+                world.engines.acquire_engine(named._replace(incarnation_id=9), lambda error: None)
             assert world.counted.numbers["refused_engines"] == 1
         finally:
             world.close()
@@ -506,8 +508,8 @@ def test_one_who_waits_and_fails_takes_nothing_from_the_others(world):
     go_on = threading.Event()
     connect = world.engines._connect
     world.engines._connect = lambda remote: (go_on.wait(5), connect(remote))[1]
-    assert world.engines.acquire(remote, fails) is None
-    assert world.engines.acquire(remote, lambda error: (told.append(error), done.set())) is None
+    assert world.engines.acquire_engine(remote, fails) is None
+    assert world.engines.acquire_engine(remote, lambda error: (told.append(error), done.set())) is None
     go_on.set()
     assert done.wait(10)
     assert told == [None]
@@ -527,7 +529,7 @@ def test_more_engines_than_there_is_room_for():
         assert world.counted.numbers["refused_engines"] == 1
         assert [world.acquire(remote) for remote in busy] == held, "those that are known are served"
         for engine in held * 2:
-            world.engines.release(engine)
+            world.engines.release_engine(engine)
         assert world.acquire(third).gone is None, "an idle one went"
     finally:
         world.close()
@@ -540,8 +542,8 @@ def test_handshakes_that_nobody_answers_leave_the_operators_engines_their_room()
         try:
             for at in range(2):
                 stranger = Incarnation(Address("127.0.0.1", silent.getsockname()[1]), "x", at, None)
-                assert world.engines.acquire(stranger, lambda error: None) is None
-            with pytest.raises(HandshakeTimeoutError, match=r"max_peers is 2, and 0 other.*and 2 shaken hands with"):
+                assert world.engines.acquire_engine(stranger, lambda error: None) is None
+            with pytest.raises(HandshakeTimeoutError, match=r"max_peers is 2, and 0 other.*and 2 are in a handshake"):
                 world.acquire(Incarnation(Address("127.0.0.1", 9), "x", 1, None))
             known = world.prefill(*world.workers(), at=Address("127.0.0.1", port))
             assert world.acquire(known).gone is None
@@ -554,9 +556,9 @@ def test_engines_of_the_operator_are_not_forgotten_for_strangers():
     world = World(max_peers=1, prefill_engines=[f"127.0.0.1:{port}"])
     try:
         known = world.acquire(world.prefill(*world.workers(), at=Address("127.0.0.1", port)))
-        world.engines.release(known)
+        world.engines.release_engine(known)
         for at, name in enumerate("QRS"):
-            world.engines.release(world.acquire(world.prefill(*world.workers(name), instance=10 + at)))
+            world.engines.release_engine(world.acquire(world.prefill(*world.workers(name), instance=10 + at)))
         assert len(world.engines._engines) == 2
         assert known.gone is None
     finally:
@@ -564,20 +566,20 @@ def test_engines_of_the_operator_are_not_forgotten_for_strangers():
 
 
 def test_hellos_of_all_handshakes_together_are_bounded():
-    """Formerly 256 MiB were allowed for each engine that a request names, and 64 of them at a time."""
-    budget = HelloBudget(1000, 10)
+    """256 MiB were allowed for each engine that a request names, and 64 of them at a time."""
+    budget = IdentityBudget(1000, 10)
     for handshake in range(9):
-        budget.note(handshake, 50)  # a share
-    budget.note("large", 300)
-    budget.note("large", 550)
-    with pytest.raises(HandshakeTimeoutError, match=r"hellos of 51 bytes.*more than 1000"):
-        budget.note(0, 51)
-    budget.note(1, 50)
-    budget.note("large", 549)
-    budget.note(0, 51)
-    budget.note("large", 0)
-    budget.note(0, 550)
-    budget.note(0, 0)
+        budget.note_stored(handshake, 50)  # a share
+    budget.note_stored("large", 300)
+    budget.note_stored("large", 550)
+    with pytest.raises(HandshakeTimeoutError, match=r"worker identities of 51 bytes.*more than 1000"):
+        budget.note_stored(0, 51)
+    budget.note_stored(1, 50)
+    budget.note_stored("large", 549)
+    budget.note_stored(0, 51)
+    budget.note_stored("large", 0)
+    budget.note_stored(0, 550)
+    budget.note_stored(0, 0)
     assert budget._free == 500
 
 
@@ -592,18 +594,18 @@ def large_engine(world, name, instance):
 
 
 def test_hellos_of_all_known_engines_together_are_bounded(world):
-    """Formerly an identity no longer counted once its handshake had ended, though its peer keeps it: 128 MiB for each
-    of 64 engines of an attacker."""
-    world.engines._kept = HelloBudget(300_000, 64)  # room for a large one
+    """A hello was free of the bound once its handshake had ended, though it is kept with its peer: 128 MiB for each of
+    64 engines of a stranger's."""
+    world.engines._known_budget = IdentityBudget(300_000, 64)  # room for one that is large
     small = world.acquire(world.prefill(*world.workers("S"), instance=1))
     first = world.acquire(large_engine(world, "L", 2))
     second = large_engine(world, "M", 3)
-    with pytest.raises(HandshakeTimeoutError, match="with those of other engines it would be more than 300000"):
+    with pytest.raises(HandshakeTimeoutError, match="with other engines' they would be more than 300000"):
         world.acquire(second)
     assert world.counted.numbers["refused_engines"] == 1
     until(lambda: len(world.agent._session.peers) <= 3)
     for engine in (small, first):
-        world.engines.release(engine)
+        world.engines.release_engine(engine)
     assert world.acquire(second).gone is None
     assert list(world.engines._engines) == [small.address, second.address], "an idle one that is large goes first"
 
@@ -614,10 +616,12 @@ def test_a_hello_that_is_too_much_is_not_stored(world, monkeypatch):
     said = decode_handshake(agent.handshake_payload(world.geometry, EXTRA))
     long = encode_handshake(bytes(4 << 20), said.geometry, name=said.name, incarnation=1, public_key=public)
     seen = []
-    note = HelloBudget.note
-    monkeypatch.setattr(HelloBudget, "note", lambda self, of, stored: (seen.append(stored), note(self, of, stored))[1])
-    world.engines._budget = HelloBudget(2 << 20, 64)
-    with pytest.raises(HandshakeTimeoutError, match="with those of other engines it would be more than 2097152"):
+    note = IdentityBudget.note_stored
+    monkeypatch.setattr(
+        IdentityBudget, "note_stored", lambda self, of, stored: (seen.append(stored), note(self, of, stored))[1]
+    )
+    world.engines._budget = IdentityBudget(2 << 20, 64)
+    with pytest.raises(HandshakeTimeoutError, match="with other engines' they would be more than 2097152"):
         world.acquire(world.prefill((long, private)))
     assert max(seen) < 2 << 20
     assert seen[-1] == 0
@@ -650,7 +654,7 @@ def test_caches_of_another_model_are_refused(world, caplog, changes, text):
         world.acquire(world.prefill(*hellos))
     assert str(raised.value).isprintable()
     assert len(str(raised.value)) < 1000
-    until(lambda: "engine d cannot read our caches" in caplog.text)
+    until(lambda: "engine d cannot read the caches of this engine" in caplog.text)
     assert "of the model is" in caplog.text, "P's log says it too"
 
 
@@ -701,7 +705,7 @@ BAD = [
 
 @pytest.mark.parametrize("extra", BAD, ids=range(len(BAD)))
 def test_an_engine_that_does_not_say_which_model_it_runs(world, extra):
-    with pytest.raises(HandshakeError, match="the hello does not say which model") as raised:
+    with pytest.raises(HandshakeError, match="the worker identity does not say which model") as raised:
         world.acquire(world.prefill(world.worker("P0", 0, extra), world.worker("P1", 1)))
     assert str(raised.value).isprintable()
     assert world.acquire(world.prefill(*world.workers("Q"))), "the worker continues"
@@ -724,14 +728,14 @@ def remotes(world: World) -> set[str]:
 def test_an_engine_that_is_not_used_is_let_go_and_connected_anew(world):
     first_remote, other_remote = world.prefill(*world.workers()), world.prefill(*world.workers("Q"), instance=2)
     first, other = world.acquire(first_remote), world.acquire(other_remote)
-    world.engines.release(first)
+    world.engines.release_engine(first)
     assert len(remotes(world)) == 4
     watch = watched(world, engine_ttl=0.2)
     try:
         until(lambda: len(remotes(world)) == 2)
         assert world.counted.numbers["idle_engines"] == 1
         assert first.gone is not None
-        assert first.clients.take_idle() is None
+        assert first.clients.take_idle_client() is None
         time.sleep(0.5)
         assert other.gone is None, "a load has acquired it"
         assert world.acquire(other_remote) is other
@@ -740,9 +744,11 @@ def test_an_engine_that_is_not_used_is_let_go_and_connected_anew(world):
         assert again.gone is None
         assert world.counted.numbers["handshakes"] == 3
         for engine in (again, other, other):
-            world.engines.release(engine)
+            world.engines.release_engine(engine)
         until(lambda: not remotes(world))
-        assert world.engines._kept._free == HelloBudget(256 << 20, 64)._free, "their identities do not count any more"
+        assert world.engines._known_budget._free == IdentityBudget(256 << 20, 64)._free, (
+            "their hellos do not count any more"
+        )
     finally:
         watch.close(5)
 
@@ -750,23 +756,23 @@ def test_an_engine_that_is_not_used_is_let_go_and_connected_anew(world):
 def test_one_that_is_acquired_while_it_is_looked_at_stays(world):
     remote = world.prefill(*world.workers())
     engine = world.acquire(remote)
-    world.engines.release(engine)
+    world.engines.release_engine(engine)
     since = time.monotonic()
-    assert world.engines.unused(since) == [engine]
+    assert world.engines.unused_engines(since) == [engine]
     assert world.acquire(remote) is engine
-    assert not world.engines.drop(engine, since)
-    world.engines.release(engine)
-    assert not world.engines.drop(engine, since), "it was used since"
-    assert world.engines.drop(engine, time.monotonic())
-    assert not world.engines.drop(engine, time.monotonic())
+    assert not world.engines.evict_engine(engine, since)
+    world.engines.release_engine(engine)
+    assert not world.engines.evict_engine(engine, since), "it was used since"
+    assert world.engines.evict_engine(engine, time.monotonic())
+    assert not world.engines.evict_engine(engine, time.monotonic())
 
 
 def test_workers_of_an_engine_that_is_known_by_another_address_stay_connected(world):
     hellos = world.workers()
     one, other = world.prefill(*hellos), world.prefill(*hellos)
     first, second = world.acquire(one), world.acquire(other)
-    world.engines.release(first)
-    assert world.engines.drop(first, time.monotonic())
+    world.engines.release_engine(first)
+    assert world.engines.evict_engine(first, time.monotonic())
     assert second.gone is None
     assert len(remotes(world)) == 2
 
@@ -779,7 +785,7 @@ def test_without_the_setting_only_an_engine_that_does_not_answer_is_let_go(monke
     ended = world.acquire(world.prefill(*world.workers("Q"), instance=2))
     restarted = world.acquire(at := world.prefill(*world.workers("R"), instance=3))
     for engine in (living, ended, restarted):
-        world.engines.release(engine)
+        world.engines.release_engine(engine)
     for _ in range(2):
         world.listeners.pop().close()
     world.prefill(*world.workers("R2"), instance=4, at=at.address)
@@ -807,8 +813,8 @@ def test_leases_are_renewed_whether_or_not_the_engine_was_let_go(world):
     """The scheduler renews them over separate connections."""
     remote = world.prefill(*world.workers())
     engine = world.acquire(remote)
-    world.engines.release(engine)
-    assert world.engines.drop(engine, time.monotonic())
+    world.engines.release_engine(engine)
+    assert world.engines.evict_engine(engine, time.monotonic())
     renewer = LeaseRenewer(timeout=1, max_peers=4, secrets=NO_SECRET, counters=world.counted)
     claim = LeaseClaim(LeaseKey("request", 1), 2, bytes(16))
     try:

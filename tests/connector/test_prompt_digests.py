@@ -127,7 +127,7 @@ def test_of_another_prompt_p_never_hears(params, p, d, go_on, told, end):
     assert d.finish(asked, tables(d)) is None
     assert d.decode.pending == {}
     assert (told, d.decode.renewer._sessions) == ([], {})
-    assert d.take_stats().data["computed_prompts"]["other_prompt"] == 1
+    assert d.take_stats().data["local_prefills"]["other_prompt"] == 1
     assert len(p.context.leases) == 1
 
 

@@ -138,7 +138,7 @@ def test_a_p_that_does_not_come_back_or_is_another_one(p, d, reads, is_back):
         received, report = d.worker.collect(idle=True)
         failures |= report.failures
     assert failures["a"].cause == "peer_lost"
-    assert "cut off; and connecting again: " in failures["a"].text
+    assert "cut off; and reconnecting: " in failures["a"].text
     assert len(reads.rows) == 1 + len(BLOCKS)
 
 

@@ -77,7 +77,7 @@ def test_more_engines_at_a_time_than_a_worker_keeps():
         held = [d.engines[0].connect(0, remote) for remote in remotes[:2]]
         with pytest.raises(HandshakeTimeoutError, match="max_peers is 2, and 2 other engines are being read from"):
             d.engines[0].connect(0, remotes[2])
-        rank.release(held[0])
+        rank.release_engine(held[0])
         assert d.engines[0].connect(0, remotes[2]).gone is None
     finally:
         d.close()
@@ -129,7 +129,7 @@ def test_leases_at_more_engines_than_the_renewer_talks_to_are_given_up_with_a_li
         assert len(renewer._sessions) == 8
         assert "1 leases at 127.0.0.1:4 are neither renewed nor released any more" in caplog.text, "nothing to renew"
         assert "there are leases at 7 other engines" in caplog.text
-        assert counted.numbers["forgotten_leases"] == 2
+        assert counted.numbers["abandoned_leases"] == 2
     finally:
         renewer.close()
 
@@ -144,9 +144,9 @@ def test_more_connections_than_a_listener_keeps_cost_a_new_one_and_no_answer(mon
 
             def ask_all(some):
                 for pool in some:
-                    client = pool.take()
+                    client = pool.take_client()
                     assert len(client.ask(Renew([write_claim(claim(1))]), Leases).states) == 1
-                    pool.release(client)
+                    pool.release_client(client)
 
             for _ in range(2):
                 ask_all(pools[:8])
@@ -155,7 +155,9 @@ def test_more_connections_than_a_listener_keeps_cost_a_new_one_and_no_answer(mon
             for _ in range(2):
                 ask_all(pools)
             assert listener.counted.by_label("side_channel_refused")["room"] > 0
-            assert "8 connections to the side channel; 127.0.0.1 has 8 and loses one" in caplog.text
+            assert (
+                "8 connections to the side channel; closing the idlest of 8 connections from 127.0.0.1" in caplog.text
+            )
         finally:
             for pool in pools:
                 pool.close()

@@ -104,7 +104,7 @@ def test_a_rank_that_is_alone_tells_p_itself(p, monkeypatch):
         failed = request("s", params=finished_at(p))
         d.add(failed)
         load(d, failed)
-        d.results(output(["s"], ["s"], {"s": Failure("unsupported", "no", passing=False)}))
+        d.results(output(["s"], ["s"], {"s": Failure("unsupported", "no", transient=False)}))
         assert said == ["track", "release", "release"], "what failed was not released by the worker"
     finally:
         d.close()
@@ -120,7 +120,7 @@ def test_p_is_told_of_what_its_board_has_shown(p, monkeypatch):
         d.add(asked)
         order = load(d, asked)
         ended = output(["r"])
-        ended.kv_connector_worker_meta = WorkerReport(shown={"r", "unknown"})
+        ended.kv_connector_worker_meta = WorkerReport(verified_by_board={"r", "unknown"})
         d.results(ended)
         assert told == [(order.remote.claim(order.reader), Outcome.READ)]
     finally:
@@ -139,7 +139,7 @@ def test_workers_know_the_trace_of_a_request(p, d):
     order = load(d, traced)
     assert order.trace.parent == parent
     assert 0.05 <= order.trace.waited < 5
-    d.results(output(["traced"], ["traced"], {"traced": Failure("transfer", "no", passing=True)}))
+    d.results(output(["traced"], ["traced"], {"traced": Failure("transfer", "no", transient=True)}))
     assert load(d, traced).trace == (parent, 0.0)
 
 
@@ -196,16 +196,16 @@ def test_p_is_told_whatever_happens(p, d, after):
 def test_a_passing_failure_is_tried_again_and_a_lasting_one_is_not(p, d):
     asked = request(params=finished_at(p))
     d.add(asked)
-    for passing, again in ((True, True), (True, False)):
+    for transient, again in ((True, True), (True, False)):
         d.allocated(asked, blocks(d), 40)
-        failure = Failure("peer_lost", "gone", passing)
+        failure = Failure("peer_lost", "gone", transient)
         d.results(output(["r"], ["r"], {"r": failure}))
         assert d.matched_tokens(asked, 0) == (None, False), "those that hold blocks go first"
         assert d.matched_tokens(asked, 0) == ((40, True) if again else (0, False))
     other = request("s", params=finished_at(p))
     d.add(other)
     d.allocated(other, blocks(d), 40)
-    d.results(output(["s"], ["s"], {"s": Failure("unsupported", "no", passing=False)}))
+    d.results(output(["s"], ["s"], {"s": Failure("unsupported", "no", transient=False)}))
     assert d.matched_tokens(other, 0) == (None, False)
     assert d.matched_tokens(other, 0) == (0, False)
 
@@ -253,7 +253,7 @@ def test_another_prompt_is_computed_and_changes_nothing_for_the_right_one(p, d, 
     metadata = d.step(STEP)
     assert (metadata.loads, metadata.refusals) == ([], {})
     assert d.finish(other, tables(d)) is None
-    assert d.take_stats().data["computed_prompts"]["other_prompt"] == 1
+    assert d.take_stats().data["local_prefills"]["other_prompt"] == 1
     assert d.decode.renewer._sessions == {}, "P has not heard of it"
     right = request(params=params)
     d.add(right)
@@ -274,7 +274,7 @@ def fails(d, asked, cause):
     metadata = d.step(STEP)
     assert (metadata.loads, [*metadata.refusals]) == ([], [asked.request_id])
     failure = metadata.refusals[asked.request_id]
-    assert (failure.cause, failure.passing) == (cause, False)
+    assert (failure.cause, failure.transient) == (cause, False)
     d.results(output([asked.request_id], [asked.request_id], {asked.request_id: failure}))
     assert d.decode.pending == {}
     return d.take_stats() is None
@@ -356,7 +356,7 @@ def test_a_prompt_that_must_not_read_the_cache_is_computed(p, recompute):
         d.add(asked)
         assert d.matched_tokens(asked, 0) == (0, False)
         until(lambda: frees(p, tables(p)))
-        assert d.take_stats().data["computed_prompts"] == {"skip_reading_prefix_cache": 1}
+        assert d.take_stats().data["local_prefills"] == {"skip_reading_prefix_cache": 1}
     finally:
         d.close()
 
@@ -372,7 +372,7 @@ def test_what_is_computed_instead_of_failing_is_counted(p, change):
         assert d.matched_tokens(asked, 0) == (1, True)
         d.allocated(asked, blocks(d), 0)
         assert d.decode.pending == {}
-        assert d.take_stats().data["computed_prompts"] == {"refused" if change else "other_prompt": 1}
+        assert d.take_stats().data["local_prefills"] == {"refused" if change else "other_prompt": 1}
     finally:
         d.close()
 
@@ -435,7 +435,7 @@ def test_parameters_that_were_changed_are_refused_and_p_does_not_hear_of_it(p, d
     assert d.matched_tokens(asked, 0) == FAILS
     d.allocated(asked, blocks(d), 40)
     assert "kvhma.digest" in d.step(STEP).refusals["r"].text
-    d.results(output(["r"], ["r"], {"r": Failure("refused", "no", passing=False)}))
+    d.results(output(["r"], ["r"], {"r": Failure("refused", "no", transient=False)}))
     assert d.decode.renewer._sessions == {}
     assert len(p.context.leases) == 1
 
@@ -484,7 +484,7 @@ def test_a_sample_that_comes_too_late_is_computed(p, d):
     d.allocated(late, blocks(d), 0)
     assert d.finish(late, tables(d)) is None
     assert d.decode.pending == {}
-    assert d.take_stats().data["computed_prompts"]["late_reader"] == 1
+    assert d.take_stats().data["local_prefills"]["late_reader"] == 1
 
 
 def test_a_sample_does_not_wait_forever_for_an_answer(p, d):
@@ -525,8 +525,8 @@ def test_after_a_failed_load_another_engine_may_read(p, what):
         elif what == "fail":
             asked.status = SimpleNamespace(name="FINISHED_ERROR")
             first.finish(asked, tables(first))
-        first.results(output(["r"], ["r"], {"r": Failure("unsupported", "no", passing=False)}))
-        if what != "fail":  # answered, or cancelled
+        first.results(output(["r"], ["r"], {"r": Failure("unsupported", "no", transient=False)}))
+        if what != "fail":  # answered, or not wanted any more
             until(lambda: frees(p, tables(p)))
             return
         until(lambda: not any(held.readers for held in p.context.leases._held.values()))
@@ -556,7 +556,7 @@ def test_p_that_went_one_token_too_far(has_state):
         d.add(at_d)
         if has_state:
             assert d.matched_tokens(at_d, 0) == (0, False)
-            assert d.take_stats().data["computed_prompts"]["state_ahead"] == 1
+            assert d.take_stats().data["local_prefills"]["state_ahead"] == 1
         else:
             assert load(d, at_d, 39).num_tokens == 39
             d.results(output(["r"]))
@@ -595,7 +595,7 @@ def test_windows_that_are_ahead_are_computed_here(p):
         asked = request(params=finished_at(p))
         d.add(asked)
         assert d.matched_tokens(asked, 0) == (0, False)
-        assert d.take_stats().data["computed_prompts"]["state_ahead"] == 1
+        assert d.take_stats().data["local_prefills"]["state_ahead"] == 1
         until(lambda: frees(p, tables(p)))
     finally:
         d.close()
@@ -803,7 +803,7 @@ def test_engines_that_share_a_secret():
     other, without = scheduler(secrets=[b"a secret of somebody else's"]), scheduler()
     try:
         params = finished_at(p)
-        for engine, text in ((other, "P's secret is none of this engine's"), (without, "this engine has none")):
+        for engine, text in ((other, "P's secret does not match any of ours"), (without, "this engine has none")):
             asked = request(params=params)
             engine.add(asked)
             assert engine.matched_tokens(asked, 0) == FAILS

@@ -46,7 +46,7 @@ def times(now: float, **more: Any) -> LoadTimes:
 
 def made(exported: InMemorySpanExporter, of: LoadTimes, rank: int = 0) -> dict[str, Any]:
     writer = Spans(rank, Counted())
-    writer.add(of)
+    writer.queue_spans(of)
     writer.close(10)
     return {span.name: span for span in exported.get_finished_spans()}
 
@@ -112,7 +112,7 @@ def test_who_loads_makes_no_span(exported: InMemorySpanExporter, monkeypatch: py
     monkeypatch.setattr(spans, "_MAX_WAITING", 4)
     writer = Spans(0, Counted())
     for _ in range(100):
-        writer.add(times(time.monotonic()))
+        writer.queue_spans(times(time.monotonic()))
     go_on.set()
     writer.close(10)
     assert set(threads) == {"kvhma-trace"}
@@ -132,7 +132,7 @@ def test_an_exporter_that_fails_ends_nothing(exported: InMemorySpanExporter, mon
     counted = Counted()
     writer = Spans(0, counted)
     for _ in range(2):
-        writer.add(times(time.monotonic()))
+        writer.queue_spans(times(time.monotonic()))
     writer.close(10)
     assert len(exported.get_finished_spans()) == 6
     assert counted.by_label("thread_restarts") == {"kvhma-trace": 1}
@@ -146,7 +146,7 @@ def test_without_opentelemetry_there_are_none(
 
     monkeypatch.setattr(spans, "_tracer", missing)
     writer = Spans(0, Counted())
-    writer.add(times(time.monotonic()))
+    writer.queue_spans(times(time.monotonic()))
     writer.close(10)
     assert "no spans of loads" in caplog.text
 

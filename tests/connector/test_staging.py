@@ -60,7 +60,7 @@ def test_blocks_go_through_the_host(device, kernel_first):
     before = pages.cpu().clone()
     pool.copy_out([Span(0, [3, 1])], [Span(0, [2, 3])])
     assert torch.equal(in_pool(pool, [2, 3]), before[:, [3, 1]])
-    (places,) = pool.take([Span(0, [1])])
+    (places,) = pool.take_places([Span(0, [1])])
     assert places == Span(0, [4])
     in_pool(pool, [4])[:] = 0
     for view in views_of(pool):
@@ -124,7 +124,7 @@ def test_what_came_through_pools_is_what_a_direct_read_brings(monkeypatch, layou
     )
     for pool in (p_pool, d_pool):
         in_memory(pool.geometry.regions[0])[:] = 0xEE
-    slots, places = p_pool._slots.take(theirs), d_pool.take(ours)
+    slots, places = p_pool._slots.take_slots(theirs), d_pool.take_places(ours)
     p_pool.copy_out(theirs, slots)
     move(d_pool.geometry, p_pool.geometry, tokens, places, slots)
     d_pool.copy_in(places, ours)
@@ -148,16 +148,16 @@ def move(local, remote, tokens, ours, theirs):
 
 def test_slots_are_taken_and_given_back():
     slots = Slots(range(1, 6))
-    first = slots.take([Span(0, [9, 8]), Span(7, []), Span(3, [5])])
+    first = slots.take_slots([Span(0, [9, 8]), Span(7, []), Span(3, [5])])
     assert first == (Span(0, [1, 2]), Span(7, []), Span(3, [3]))
-    assert slots.take([Span(0, [1, 2, 3])]) is None
-    second = slots.take([Span(0, [1, 2])])
-    slots.release(first)
-    slots.release(())
-    assert slots.take([Span(0, [1, 2, 3])]) == (Span(0, [1, 2, 3]),)
-    slots.release(second)
+    assert slots.take_slots([Span(0, [1, 2, 3])]) is None
+    second = slots.take_slots([Span(0, [1, 2])])
+    slots.release_slots(first)
+    slots.release_slots(())
+    assert slots.take_slots([Span(0, [1, 2, 3])]) == (Span(0, [1, 2, 3]),)
+    slots.release_slots(second)
     with pytest.raises(RequestError, match="6 blocks go through host memory, staging_blocks has room for 5"):
-        slots.take([Span(0, range(6))])
+        slots.take_slots([Span(0, range(6))])
 
 
 class Decode:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector notices a stalled machine or process."""
+"""A stalled machine or process is noticed."""
 
 import time
 
 import pytest
 
-from kvhma.vllm import standstill as module
-from kvhma.vllm.standstill import Clocks, StandstillWatch, read_clocks, standstill
+from kvhma.vllm import stall_watch as module
+from kvhma.vllm.stall_watch import Clocks, StallWatch, find_stall, read_clocks
 from support.counted import Counted
 
 BEFORE = Clocks(monotonic=100.0, boottime=500.0, realtime=1e9)
@@ -30,7 +30,7 @@ def after(monotonic, boottime=None, realtime=None):
     ids=["nothing", "a busy second", "suspended", "stopped", "restored", "clock set back"],
 )
 def test_what_the_clocks_say(clocks, seconds, text):
-    found = standstill(BEFORE, clocks, 1.0)
+    found = find_stall(BEFORE, clocks, 1.0)
     if seconds is None:
         assert found is None
     else:
@@ -53,14 +53,14 @@ def test_one_line_and_one_count_for_each(monkeypatch, caplog):
     real = module.read_clocks
     monkeypatch.setattr(module, "read_clocks", lambda: real()._replace(boottime=real().boottime + jump[0]))
     counted = Counted()
-    watch = StandstillWatch(counted)
+    watch = StallWatch(counted)
     try:
         time.sleep(0.1)
         assert not counted.numbers
         jump[0] = 8.0
         time.sleep(0.1)
-        assert counted.numbers == {"stood_still": 1}
+        assert counted.numbers == {"stalls": 1}
         (line,) = (record.getMessage() for record in caplog.records)
-        assert line == "kvhma: this process stood still for 8.0 s: the machine was suspended"
+        assert line == "kvhma: process stalled for 8.0 s: the machine was suspended"
     finally:
         watch.close()

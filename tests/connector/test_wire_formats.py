@@ -14,7 +14,7 @@ from kvhma.errors import HandshakeError
 from kvhma.vllm.identity import ModelIdentity, decode_extra, encode_extra
 from kvhma.vllm.wire.messages import (
     AskEngineInfo,
-    AskHello,
+    AskWorkerIdentity,
     Done,
     EngineInfo,
     Finish,
@@ -22,10 +22,10 @@ from kvhma.vllm.wire.messages import (
     LeaseState,
     Outcome,
     Problem,
-    RankHello,
     Refused,
     Release,
     Renew,
+    SignedWorkerIdentity,
     frame,
     frame_length,
     read_answer,
@@ -34,7 +34,7 @@ from kvhma.vllm.wire.messages import (
     write_claim,
 )
 from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey, PrefillParams
-from kvhma.vllm.wire.proofs import ProofKey, is_proved, prove, sign_hello, verify_hello
+from kvhma.vllm.wire.proofs import ProofKey, is_proved, prove, sign_identity, verify_identity
 from kvhma.vllm.wire.secrets import Secrets
 
 DIGEST = bytes(range(16))
@@ -46,7 +46,7 @@ RELEASE = f"83a474797065a772656c65617365{CLAIMS}a76f7574636f6d65"
 QUESTIONS = [
     (AskEngineInfo(4), "82a474797065a6726f73746572a870726f746f636f6c04"),
     (
-        AskHello(0, 1, DIGEST),
+        AskWorkerIdentity(0, 1, DIGEST),
         "84a474797065a568656c6c6fa770705f72616e6b00a774705f72616e6b01a56e6f6e6365c410000102030405060708090a0b0c0d0e0f",
     ),
     (Renew([write_claim(CLAIM)]), f"82a474797065a572656e6577{CLAIMS}"),
@@ -76,7 +76,7 @@ ANSWERS = [
         "0000000000000102a572616e6b7391920000aa6164766572746973656492a170cd15e0",
     ),
     (
-        RankHello(b"\0\xff", bytes(range(32)), bytes(64)),
+        SignedWorkerIdentity(b"\0\xff", bytes(range(32)), bytes(64)),
         "84a474797065a568656c6c6fa464617461c40200ff"
         f"aa656e67696e655f6b6579c420{KEY.hex()}a97369676e6174757265c440{'00' * 64}",
     ),
@@ -127,13 +127,13 @@ def test_a_signed_hello():
     signature = bytes.fromhex(
         "c584ffd4791a0a67d3a40931e15a46e9c6e8201f236b9c9274d06ec911ed2f49e91da88a4f271604dd11844310305206a7113999d7646b63790dc04927b32304"
     )
-    assert sign_hello(private, DIGEST, KEY, b"hello") == signature
-    assert verify_hello(public, DIGEST, KEY, b"hello", signature)
-    assert not verify_hello(public, DIGEST, KEY, b"hellp", signature)
-    assert not verify_hello(public, DIGEST, bytes(32), b"hello", signature)
-    assert not verify_hello(public, bytes(16), KEY, b"hello", signature)
-    assert not verify_hello(bytes(32), DIGEST, KEY, b"hello", signature)
-    assert not verify_hello(b"", DIGEST, KEY, b"hello", b"")
+    assert sign_identity(private, DIGEST, KEY, b"hello") == signature
+    assert verify_identity(public, DIGEST, KEY, b"hello", signature)
+    assert not verify_identity(public, DIGEST, KEY, b"hellp", signature)
+    assert not verify_identity(public, DIGEST, bytes(32), b"hello", signature)
+    assert not verify_identity(public, bytes(16), KEY, b"hello", signature)
+    assert not verify_identity(bytes(32), DIGEST, KEY, b"hello", signature)
+    assert not verify_identity(b"", DIGEST, KEY, b"hello", b"")
 
 
 def test_a_proved_answer():
@@ -157,7 +157,7 @@ def test_a_proved_answer():
     assert is_proved(shared, *said, Leases([LeaseState.HELD], summed, [b"sums"]))
     assert not is_proved(shared, *said, Leases([LeaseState.HELD], summed, [b"Sums"]))
     assert not is_proved(shared, *said, Leases([LeaseState.HELD], summed))
-    with pytest.raises(HandshakeError, match="none of X25519"):
+    with pytest.raises(HandshakeError, match="no X25519 key"):
         engine.shared(bytes(32))
 
 

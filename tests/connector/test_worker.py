@@ -248,7 +248,7 @@ def test_a_load_that_failed_is_kept_as_a_case(p, tmp_path):
 def test_a_load_whose_request_is_traced_has_spans(p, d, monkeypatch):
     """With its times in their order; a load that is not traced has no spans, and starts no thread for them."""
     taken = []
-    monkeypatch.setattr(Spans, "add", lambda self, times: taken.append(times))
+    monkeypatch.setattr(Spans, "queue_spans", lambda self, times: taken.append(times))
     d.start(plain=(p.remote("plain", [1]), [1]))
     assert d.ended("plain") == {}
     assert not taken
@@ -285,7 +285,7 @@ def test_a_lease_that_nobody_speaks_of_may_be_tried_again(p):
         p.listener.close()
         d.start(second=(second, [2]))
         failures = until(lambda: d.worker.collect(idle=True)[1].failures)
-        assert (failures["second"].cause, failures["second"].passing) == ("expired", True)
+        assert (failures["second"].cause, failures["second"].transient) == ("expired", True)
     finally:
         d.worker.close()
 
@@ -306,7 +306,7 @@ def test_an_idle_step_waits_for_all_loads(d, silent, waits):
     assert d.worker.collect(idle=True) == (set(), WorkerReport())
     assert len(waits) == 1, "nothing was read meanwhile"
     assert d.ended("silent") == {"silent": "handshake"}
-    d.worker.start_loads(StepMetadata(refusals={"r": Failure("refused", "no", passing=False)}))
+    d.worker.start_loads(StepMetadata(refusals={"r": Failure("refused", "no", transient=False)}))
     waits.clear()
     assert d.ended("r") == {"r": "refused"}
     assert not waits
@@ -337,7 +337,7 @@ def test_a_busy_step_waits_for_short_loads_that_it_has_started(p, d, waits, monk
 def test_a_step_waits_for_its_own_loads_not_for_others(long_waits):
     results = LoadResults()
     results.expect([SimpleNamespace(request_id=name, piece=False) for name in ("short", "long")])
-    threading.Timer(0.1, results.succeed, ("short", {})).start()
+    threading.Timer(0.1, results.succeed_load, ("short", {})).start()
     began = time.monotonic()
     results.wait({"short"})
     assert time.monotonic() - began >= 0.09
@@ -531,7 +531,7 @@ def raises_once(monkeypatch, owner, name: str, error: BaseException, *, after: b
 
 IN_A_LOAD = {
     "find the engine": lambda worker: (worker._engines, "_find"),
-    "find room": lambda worker: (worker._loader._memory, "take"),
+    "find room": lambda worker: (worker._loader._memory, "take_places"),
     "zero": lambda worker: (worker._loader._memory, "zero"),
     "post": lambda worker: (worker._loader._agent, "read"),
     "poll": lambda worker: (HeldRead, "poll"),
@@ -540,8 +540,8 @@ IN_A_LOAD = {
     "poll the answer": lambda worker: (lease.LeaseQuestion, "poll"),
     "check the answer": lambda worker: (lease.LeaseQuestion, "check"),
     "copy": lambda worker: (worker._poller._memory, "copy_in"),
-    "leave room": lambda worker: (worker._poller._memory, "release"),
-    "release the engine": lambda worker: (worker._engines, "release"),
+    "leave room": lambda worker: (worker._poller._memory, "release_places"),
+    "let go of the engine": lambda worker: (worker._engines, "release_engine"),
 }
 """The calls of a load."""
 
@@ -554,7 +554,7 @@ IN_A_LOAD = {
 def test_whatever_is_raised_in_a_load_ends_that_load(p, d, held_reads, monkeypatch, what, kind, at_once):
     """Formerly `except Exception` missed a panic: the thread ended, and no load ended any more (S8).
 
-    So did any exception of `engines.release` in the loader, which no caller caught.
+    So did any exception of `engines.release_engine` in the loader, which was called where nothing caught it.
     """
     held_reads.set()
     d.start(before=(p.remote("before", [1]), [1]))
@@ -603,7 +603,7 @@ def test_who_reads_a_load(p, monkeypatch, changes, thread):
         d.start(met=(p.remote("met", [1]), [1]))
         assert d.ended("met") == {}
         names = []
-        read, take = d.worker._loader._agent.read, d.worker._loader._memory.take
+        read, take = d.worker._loader._agent.read, d.worker._loader._memory.take_places
         monkeypatch.setattr(
             d.worker._loader._agent,
             "read",
@@ -616,10 +616,10 @@ def test_who_reads_a_load(p, monkeypatch, changes, thread):
         if changes.get("reading"):
             monkeypatch.setattr(Agent, "is_reading", True)
         full = [None] if changes.get("no_room") else []
-        monkeypatch.setattr(d.worker._loader._memory, "take", lambda spans: full.pop() if full else take(spans))
+        monkeypatch.setattr(d.worker._loader._memory, "take_places", lambda spans: full.pop() if full else take(spans))
         d.start(a=(p.remote("a", [2]), [2]), at_once=changes.get("at_once", True), idle="idle" in changes)
         if thread == "MainThread":
-            assert d.worker._results.take()[0] == {"a"}, "it had ended when it was ordered"
+            assert d.worker._results.take_results()[0] == {"a"}, "it had ended when it was ordered"
         else:
             assert d.ended("a") == {}
         assert names == [thread]
@@ -665,8 +665,8 @@ def test_short_loads_of_a_step_are_asked_for_together(p, d, monkeypatch):
 
 
 def test_a_load_that_waits_for_a_handshake_has_one_owner(p, d, monkeypatch):
-    """Formerly the engine's thread continued a load that the handshake had given to the loader: it never ended."""
-    acquire, post = d.worker._engines.acquire, d.worker._loader._post
+    """The engine's thread went on with a load that the handshake had given to the loader: it never ended."""
+    acquire, post = d.worker._engines.acquire_engine, d.worker._loader._post
     planned = threading.Event()
 
     def is_main() -> bool:
@@ -684,7 +684,7 @@ def test_a_load_that_waits_for_a_handshake_has_one_owner(p, d, monkeypatch):
             time.sleep(0.5)
         return post(active)
 
-    monkeypatch.setattr(d.worker._engines, "acquire", slow)
+    monkeypatch.setattr(d.worker._engines, "acquire_engine", slow)
     monkeypatch.setattr(d.worker._loader, "_post", posted)
     d.start(x=(p.remote("x", [1]), [1]), at_once=True)
     assert d.ended("x") == {}
@@ -712,7 +712,8 @@ def test_an_idle_engine_does_not_wait_for_what_lasts(p, d, held_reads, monkeypat
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(
-    "what", ["_take_batch", "_start_batch", "_next", "advance", "add", "succeed", "note_read", "_measure"]
+    "what",
+    ["_take_batch", "_start_batch", "_next", "advance", "add_loads", "succeed_load", "note_load_read", "_measure"],
 )
 def test_a_thread_that_meets_an_error_of_its_own_begins_again(p, d, held_reads, monkeypatch, what, after):
     """Formerly a thread that had ended was not replaced, and no load or log learned of it."""
@@ -721,10 +722,10 @@ def test_a_thread_that_meets_an_error_of_its_own_begins_again(p, d, held_reads, 
         "_start_batch": d.worker._loader,
         "_next": d.worker._poller,
         "advance": d.worker._poller,
-        "add": d.worker._poller,
+        "add_loads": d.worker._poller,
         "_measure": d.worker._poller,
-        "succeed": d.worker._results,
-        "note_read": d.worker._results,
+        "succeed_load": d.worker._results,
+        "note_load_read": d.worker._results,
     }
     held_reads.set()
     d.start(before=(p.remote("before", [1]), [1]))
@@ -780,7 +781,7 @@ def test_a_load_that_lasts_longer_than_its_lease_is_said_once(p, d, held_reads, 
         assert d.worker.collect(idle=True) == (set(), WorkerReport())
     said = [record.getMessage() for record in caplog.records if "has taken" in record.getMessage()]
     assert len(said) == 1
-    for part in ("the load of slow", str(p.address), "it keeps 3 blocks here and 'at p' at P"):
+    for part in ("the load of slow", str(p.address), "it holds 3 blocks here and 'at p' at P"):
         assert part in said[0]
     data = d.worker.take_stats().data
     assert (data["slow_loads"], data["loads_in_flight"]) == (1, 2)
@@ -795,11 +796,11 @@ def test_a_load_that_lasts_longer_than_its_lease_is_said_once(p, d, held_reads, 
 def test_a_result_is_reported_once_whoever_says_it_again():
     results = LoadResults()
     results.expect([], ["r"])
-    results.fail("r", Failure("refused", "no", passing=False))
-    results.fail("r", Failure("internal", "again", passing=False))
-    results.succeed("r", {0: 1})
-    results.succeed("nobody", {})
-    ended, report = results.take()
+    results.fail_load("r", Failure("refused", "no", transient=False))
+    results.fail_load("r", Failure("internal", "again", transient=False))
+    results.succeed_load("r", {0: 1})
+    results.succeed_load("nobody", {})
+    ended, report = results.take_results()
     assert ended == {"r"}
     assert (report.failures["r"].cause, report.first_tokens) == ("refused", {})
     assert results.stats.take().data["failed_loads"] == {"refused": 1}
@@ -825,19 +826,19 @@ def test_an_idle_step_waits_for_a_piece_and_for_nothing_after_it(long_waits):
     began = time.monotonic()
     results.wait(for_pieces=True)
     assert time.monotonic() - began >= 0.09
-    results.wait(for_pieces=True)  # it has to be reported first
-    assert results.take()[1].pieces == {"followed": 1}
+    results.wait(for_pieces=True)  # it is to be reported first
+    assert results.take_results()[1].pieces == {"followed": 1}
     results.wait(for_pieces=True)
 
 
 def test_a_load_that_ends_while_a_piece_is_read_is_reported_at_once(long_waits):
     results = LoadResults()
     results.expect([PIECE, SimpleNamespace(request_id="r", piece=False)])
-    threading.Timer(0.1, results.succeed, ("r", {})).start()
+    threading.Timer(0.1, results.succeed_load, ("r", {})).start()
     began = time.monotonic()
     results.wait(for_pieces=True)
     assert time.monotonic() - began >= 0.09
-    assert results.take()[0] == {"r"}
+    assert results.take_results()[0] == {"r"}
 
 
 def test_pieces_are_waited_for_after_an_idle_step_only(d, monkeypatch):

@@ -152,7 +152,7 @@ def rejected_by_d(prefill: str, decode: str, prompt: list[int]) -> None:
         until(lambda: samples(prefill, "vllm:kvhma_held_leases{") == [0])
         status, text = ask(prefill + "/v1/completions", body | {"kv_transfer_params": remote})
         given = json.loads(text)["kv_transfer_params"]
-    assert samples(decode, "vllm:kvhma_computed_prompts_total{") == []
+    assert samples(decode, "vllm:kvhma_local_prefills_total{") == []
     status, text = ask(decode + "/v1/completions", body | {"kv_transfer_params": given})
     assert status == 200, text
 

@@ -16,7 +16,15 @@ import pytest
 
 from kvhma.nixl import Agent, AgentOptions, decode_handshake, encode_handshake
 from kvhma.vllm.wire.client import Client
-from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, AskHello, EngineInfo, LeaseState, Outcome, RankHello
+from kvhma.vllm.wire.messages import (
+    PROTOCOL,
+    AskEngineInfo,
+    AskWorkerIdentity,
+    EngineInfo,
+    LeaseState,
+    Outcome,
+    SignedWorkerIdentity,
+)
 from kvhma.vllm.wire.names import resolve
 from kvhma.vllm.wire.params import Address, LeaseClaim
 from kvhma.vllm.wire.proofs import new_agent_key
@@ -47,7 +55,7 @@ def hello_of(params: dict[str, Any]) -> tuple[EngineInfo, bytes]:
     address = resolve(Address(params["remote_host"], params["remote_port"]), 5)
     with Client(address, 5, Secrets()) as client:
         info = client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
-        return info, client.ask(AskHello(*info.ranks[0], secrets.token_bytes(16)), RankHello).data
+        return info, client.ask(AskWorkerIdentity(*info.ranks[0], secrets.token_bytes(16)), SignedWorkerIdentity).data
 
 
 def changed(hello: bytes) -> bytes:

@@ -172,7 +172,7 @@ def staging(place: Place, outcome: Outcome) -> None:
     made = StagingPool(_attention(place, cache), {"layer": cache}, SlotRanges.of(0, len(ids)))
     nbytes = len(ids) * cache[0].nbytes
     spans = [Span(0, ids)]
-    places = made.take(spans)
+    places = made.take_places(spans)
     assert places is not None
     made.copy_out(spans, places)
     outcome.time("blocks to the host", seconds_of(lambda: made.copy_out(spans, places)), nbytes)

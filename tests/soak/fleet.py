@@ -25,7 +25,7 @@ AFTERMATH = 30.0
 """Seconds for which an event at an engine explains a refusal: transports notice a dead peer that late."""
 
 READY_SECONDS = 180.0
-COUNTED = ("load_seconds", "failed_loads", "computed_prompts", "expired", "handshakes", "tokens_loaded", "slow_loads")
+COUNTED = ("load_seconds", "failed_loads", "local_prefills", "expired", "handshakes", "tokens_loaded", "slow_loads")
 
 
 @dataclass

@@ -210,7 +210,7 @@ class DecodeEngine:
 
     def _load(self, rank: PrefillEngines, remote: PrefillParams, claim: object, took: Took) -> None:
         began = time.perf_counter()
-        engine = rank.acquire(remote.incarnation, lambda error: None)
+        engine = rank.acquire_engine(remote.incarnation, lambda error: None)
         if engine is None:
             engine = connect(rank, remote.incarnation)
             took.handshake.append(time.perf_counter() - began)
@@ -221,7 +221,7 @@ class DecodeEngine:
             ask(engine, claim)
             ended = time.perf_counter()
         finally:
-            rank.release(engine)
+            rank.release_engine(engine)
         took.plan.append(planned - began)
         took.question.append(ended - planned)
         took.path.append(ended - began)
@@ -237,7 +237,7 @@ def connect(rank: PrefillEngines, remote: Incarnation) -> PrefillEngine:
     while True:
         done = threading.Event()
         errors: list[KvhmaError | None] = []
-        engine = rank.acquire(remote, lambda error, to=errors, done=done: (to.append(error), done.set())[1])
+        engine = rank.acquire_engine(remote, lambda error, to=errors, done=done: (to.append(error), done.set())[1])
         if engine is not None:
             return engine
         if not done.wait(6 * TIMEOUT):  # to connect, and four times that for all answers

@@ -121,5 +121,5 @@ def failures(engine: Engine, cause: str) -> int:
 
 
 def computed(engine: Engine, reason: str) -> int:
-    """Prompts with parameters of a prefill engine that the engine computed itself."""
-    return int(engine.sample("vllm:kvhma_computed_prompts_total", reason=reason))
+    """Prompts with parameters of a prefill engine that an engine computed itself."""
+    return int(engine.sample("vllm:kvhma_local_prefills_total", reason=reason))

@@ -14,7 +14,15 @@ from pathlib import Path
 import msgspec
 
 from kvhma.vllm.wire.client import Client
-from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, AskHello, EngineInfo, LeaseState, Outcome, RankHello
+from kvhma.vllm.wire.messages import (
+    PROTOCOL,
+    AskEngineInfo,
+    AskWorkerIdentity,
+    EngineInfo,
+    LeaseState,
+    Outcome,
+    SignedWorkerIdentity,
+)
 from kvhma.vllm.wire.params import Address, LeaseClaim
 from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.server import Listener, LocalEngine
@@ -82,7 +90,7 @@ def answers(address: Address, secrets: Secrets | None = None) -> None:
 def is_answered(client: Client) -> None:
     info = client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
     assert (info.engine_id, int.from_bytes(info.incarnation_id, "big"), info.ranks) == ("p", 258, [(0, 0), (0, 1)])
-    assert client.ask(AskHello(0, 1, NONCE), RankHello).data == b"one"
+    assert client.ask(AskWorkerIdentity(0, 1, NONCE), SignedWorkerIdentity).data == b"one"
 
 
 def connect(address: Address, source: str | None = None) -> socket.socket:

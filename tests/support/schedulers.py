@@ -10,7 +10,7 @@ from vllm.v1.core.block_pool import BlockPool
 from kvhma import Geometry
 from kvhma.nixl import encode_handshake
 from kvhma.vllm.engine_facts import EngineFacts
-from kvhma.vllm.metadata import WorkerHello, WorkerReport
+from kvhma.vllm.metadata import LocalWorkerIdentity, WorkerReport
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.slots import NO_SLOTS
@@ -63,7 +63,7 @@ def scheduler(
     made = KvhmaScheduler(Settings(kv_lease_duration=lease, handshake_timeout=0.5, **more), Secrets(secrets), facts)
     made.context.manager = manager()
     hello = encode_handshake(b"x", geometry, name="a", incarnation=1)
-    made.serve({(0, 0): WorkerHello(hello, private_key=bytes(32))})
+    made.serve({(0, 0): LocalWorkerIdentity(hello, private_key=bytes(32))})
     return made
 
 

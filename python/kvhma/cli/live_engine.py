@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # the connector's packages may not be installed
 F = TypeVar("F", bound=Callable[..., Any])
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_MAX_HELLOS_BYTES = 256 << 20
+_MAX_IDENTITIES_BYTES = 256 << 20
 _HANDSHAKE_TIMEOUTS = 4
 """Time limit for the answers of all workers together, in timeouts of one answer."""
 
@@ -185,15 +185,15 @@ def ask_workers(client: Client, info: EngineInfo, access: Access) -> list[LiveWo
         HandshakeTimeoutError: they do not arrive in time.
     """
     from kvhma.vllm.identity import decode_extra
-    from kvhma.vllm.worker.hellos import ask_hellos
+    from kvhma.vllm.worker.worker_identity import ask_worker_identities
 
     def note(stored: int) -> None:
-        if stored > _MAX_HELLOS_BYTES:
-            raise HandshakeError(f"worker identities of {stored} bytes: at most {_MAX_HELLOS_BYTES} are accepted")
+        if stored > _MAX_IDENTITIES_BYTES:
+            raise HandshakeError(f"worker identities of {stored} bytes: at most {_MAX_IDENTITIES_BYTES} are accepted")
 
     ranks = sorted(info.ranks)
     deadline = time.monotonic() + _HANDSHAKE_TIMEOUTS * access.settings.handshake_timeout
-    hellos = ask_hellos(client, ranks, deadline, note)
+    hellos = ask_worker_identities(client, ranks, deadline, note)
     return [
         LiveWorker(pp_rank, tp_rank, hello.data, hello.payload, decode_extra(hello.payload.extra))
         for (pp_rank, tp_rank), hello in zip(ranks, hellos, strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads that failed, as case files: the setting ``case_folder``. docs/cases.md has the form."""
+"""Failed loads as case files: the setting ``case_folder``. docs/cases.md has the format."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ logger = logging.getLogger("vllm.kvhma")
 
 _CASE_VERSION = 1
 _MAX_BYTES = 1 << 24
-"""Longer files are read by no command."""
+"""No command reads longer files."""
 
 _MAX_CASES = 64
-"""That a worker writes while it lives: the first ones say what is wrong."""
+"""Most cases of a worker process. The first cases show what is wrong."""
 
 
 class CaseFolder:
-    """Writes cases to a folder, each in a thread of its own, one at a time. Safe to use from several threads."""
+    """Writes cases to a folder, each in a separate thread, one at a time. Safe to use from several threads."""
 
     def __init__(self, folder: str | None = None) -> None:
-        """Write to a folder, which is made when it is needed; None to write nothing."""
+        """Write to a folder, which is created when needed; None to write nothing."""
         self._folder = None if folder is None else Path(folder)
         self._lock = threading.Lock()
         self._written = 0
         self._writing: Future[None] | None = None
 
-    def add(self, load: Load, plan: Plan | None, local_spans: Sequence[Span] | None) -> None:
-        """Write a load that failed, unless another one is being written; returns at once.
+    def save_failed_load(self, load: Load, plan: Plan | None, local_spans: Sequence[Span] | None) -> None:
+        """Write a failed load, unless another case is being written; returns at once.
 
         Args:
             load: that failed.
-            plan: by which it was read; None if there is none yet, and so nothing to write.
-            local_spans: where it was read into; None likewise.
+            plan: of the load; None if it was not planned, so that there is nothing to write.
+            local_spans: blocks that it was read into; None as for `plan`.
         """
         if self._folder is None or plan is None or local_spans is None:
             return
@@ -59,7 +59,7 @@ class CaseFolder:
             self._writing = in_thread("kvhma-case", lambda: _write(path, load, plan, tuple(local_spans)))
 
     def wait(self, timeout: float) -> None:
-        """Wait for what is being written."""
+        """Wait for the case that is being written."""
         with self._lock:
             writing = self._writing
         if writing is not None:
@@ -67,7 +67,7 @@ class CaseFolder:
 
 
 def _name(request_id: str, number: int) -> str:
-    """Return a name that no other case has; of the request's only what any file system takes."""
+    """Return a unique file name, with the part of the request's name that every file system accepts."""
     plain = re.sub(r"[^A-Za-z0-9_-]", "_", request_id)[:80]
     return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}-{number:02}-{plain}.json"
 
@@ -76,21 +76,23 @@ def _write(path: Path, load: Load, plan: Plan, local_spans: Sequence[Span]) -> N
     try:
         data = json.dumps(_form(load, plan, local_spans)).encode()
         if len(data) > _MAX_BYTES:
-            logger.warning("kvhma: no case of %s is kept: it would have %d bytes", load.request_id, len(data))
+            logger.warning(
+                "kvhma: did not save failed load %s as a case file: it would have %d bytes", load.request_id, len(data)
+            )
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_suffix(".part")
-        # It has addresses of both engines' memory.
+        # Only for the owner: it has addresses of both engines' memory.
         with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(data)
         beside.rename(path)
-        logger.warning("kvhma: the load of %s that failed is kept as a case: %s", load.request_id, path)
+        logger.warning("kvhma: saved failed load %s as a case file: %s", load.request_id, path)
     except OSError as error:
-        logger.warning("kvhma: no case of %s is kept: %s", load.request_id, error)
+        logger.warning("kvhma: did not save failed load %s as a case file: %s", load.request_id, error)
 
 
 def _form(load: Load, plan: Plan, local_spans: Sequence[Span]) -> dict[str, Any]:
-    # A plan is made again from these, so they are all that it depends on.
+    # These recreate a plan, so it depends on nothing else.
     (local, remotes), options = plan.__getnewargs_ex__()
     return {
         "kvhma_case": _CASE_VERSION,

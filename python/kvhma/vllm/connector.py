@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector as vLLM sees it: in the scheduler's process a KvhmaScheduler, in a worker's a KvhmaWorker."""
+"""The connector as vLLM sees it: a KvhmaScheduler in the scheduler's process, a KvhmaWorker in a worker's process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from kvhma.vllm.geometry import geometry_of
 from kvhma.vllm.identity import encode_extra
 from kvhma.vllm.layer_parts import RankInfo
 from kvhma.vllm.memory import DeviceMemory, Memory
-from kvhma.vllm.metadata import StepMetadata, WorkerHello, WorkerReport
+from kvhma.vllm.metadata import LocalWorkerIdentity, StepMetadata, WorkerReport
 from kvhma.vllm.plugin import register
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
 from kvhma.vllm.settings import Settings
@@ -77,25 +77,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvhma")
 
 _NOTICED_SECONDS = 0.1
-"""How long memory is kept after its connections were closed."""
+"""How long memory stays mapped after its connections were closed."""
 
 
 class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
-    """Hands the KV caches of hybrid models from a prefill engine to a decode engine; the decode engine reads.
+    """Transfers KV caches of hybrid models from a prefill engine to a decode engine; the decode engine reads.
 
     Load it with ``--kv-transfer-config '{"kv_connector": "KvhmaConnector", "kv_role": "kv_producer"}'`` at a prefill
-    engine, ``kv_consumer`` at a decode engine; where kvhma is on the path but not installed, with
-    ``"kv_connector_module_path": "kvhma.vllm"`` too. docs/vllm.md has the settings.
+    engine, ``kv_consumer`` at a decode engine. If kvhma is on the path but not installed, add
+    ``"kv_connector_module_path": "kvhma.vllm"``. docs/vllm.md has the settings.
     """
 
     _cache_hit_source = CACHE_HIT_SOURCE
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        """Check the engine's configuration and start what the scheduler's process needs.
+        """Check the engine's configuration; in the scheduler's process also start its half.
 
         Raises:
             SettingsError: a setting is unknown or has a wrong value.
-            UnsupportedPairError: a feature of the engine that the connector cannot serve is on.
+            UnsupportedPairError: the engine has a feature on that the connector does not support.
         """
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
@@ -107,19 +107,19 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         self._engine_id = engine_id_of(vllm_config)
         self._kvhma_scheduler: KvhmaScheduler | None = None
         self._worker: KvhmaWorker | None = None
-        self._hello: WorkerHello | None = None
+        self._worker_identity: LocalWorkerIdentity | None = None
         self._report: WorkerReport | None = None
         self._memory: Memory | None = None
         self._caches: dict[str, torch.Tensor] = {}
         if role is KVConnectorRole.SCHEDULER:
-            _warn_of_what_is_unusual(self._settings)
+            _warn_of_unusual(self._settings)
             facts = engine_facts(vllm_config, kv_cache_config, self._settings)
             bind = side_channel_of(vllm_config, self._settings)
-            _warn_of_what_is_open(self._settings, self._secrets, bind)
+            _warn_of_open_access(self._settings, self._secrets, bind)
             if bind != facts.address:
-                logger.info("kvhma: the side channel listens at %s; other engines are told %s", bind, facts.address)
+                logger.info("kvhma: the side channel listens at %s and advertises %s", bind, facts.address)
             if self._settings.bidirectional_kv_xfer and (why := no_answers(vllm_config, self._settings)):
-                logger.warning("kvhma: no answers are kept or read (bidirectional_kv_xfer): %s", why)
+                logger.warning("kvhma: bidirectional_kv_xfer has no effect: %s", why)
             self._kvhma_scheduler = KvhmaScheduler(self._settings, self._secrets, facts)
 
     @property
@@ -132,7 +132,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Whether each group may begin with a hit of its own; a load fills what the shorter ones lack."""
+        """Whether each group may have its own prefix hit; a load fills what groups with shorter hits lack."""
         return self._scheduler.hits_may_differ
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
@@ -143,19 +143,19 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Take the hellos of the workers, and start to answer other engines."""
+        """Take the identities of the workers, and start to answer other engines."""
         self._scheduler.serve(metadata)
 
     def on_new_request(self, request: Request) -> None:
-        """Look at a new request."""
+        """Note a new request."""
         self._scheduler.add(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """A load fills the blocks of every group that takes part; the engine must not zero them meanwhile."""
+        """A load fills the blocks of every transferred group; the engine must not zero them meanwhile."""
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the tokens that will be loaded, always in the background; None if P has to be asked first."""
+        """Return the tokens to load, always in the background; None if D has to ask P first."""
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -163,7 +163,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        """Return the loads of this step, and what else the workers have to know."""
+        """Return the loads of this step, and other orders for the workers."""
         return self._scheduler.step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -171,21 +171,21 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.results(connector_output)
 
     def has_pending_block_frees(self) -> bool:
-        """Whether the next step has more blocks, so that no request has to be preempted for others."""
+        """Whether the next step will have more free blocks, so that vLLM need not preempt a request."""
         return self._scheduler.make_room()
 
     def has_pending_push_work(self) -> bool:
-        """Whether to step on with nothing to compute. Nothing is pushed; blocks that are kept need no steps."""
+        """Whether vLLM must step with nothing to compute. Nothing is pushed; held blocks need no steps."""
         return self._scheduler.needs_step()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Take note of the end of a request of an engine with one group."""
+        """Note the end of a request of an engine with one group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Take note of the end of a request. What others read is kept by the connector, so vLLM keeps nothing."""
+        """Note the end of a request. The connector holds the blocks for readers, so vLLM frees the request."""
         return False, self._scheduler.finish(request, block_ids)
 
     # --- worker's side -------------------------------------------------------------------------------------
@@ -194,8 +194,8 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         """Describe and register the caches, and start the threads that load.
 
         Raises:
-            GeometryError: a cache that is not known; the text names the layer and what was found.
-            SettingsError: digests are to be made of caches that are not in host memory.
+            GeometryError: an unknown cache format; the text names the layer and what was found.
+            SettingsError: digests are on, and the caches are not in host memory.
         """
         config = self._vllm_config
         self._caches = kv_caches
@@ -214,7 +214,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         address, file = (0, None) if board is None else (board.region.base, board.file)
         identity = identity_of(config, self._settings)
         extra = encode_extra(identity, vllm=vllm.__version__, board=address)
-        self._hello = WorkerHello(agent.handshake_payload(geometry, extra), private_key, file)
+        self._worker_identity = LocalWorkerIdentity(agent.handshake_payload(geometry, extra), private_key, file)
         context = WorkerContext(
             self._settings,
             self._secrets,
@@ -231,36 +231,36 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = KvhmaWorker(context, self._memory)
         kinds = ", ".join(f"{group.kind} of {group.block_size}" for group in geometry.groups)
         logger.info(
-            "kvhma: %d layers in %d regions, groups: %s; hello of %d bytes",
+            "kvhma: %d layers in %d regions, groups: %s; worker identity of %d bytes",
             len(geometry.layers),
             len(geometry.regions),
             kinds,
-            len(self._hello.data),
+            len(self._worker_identity.data),
         )
 
     def unregister_kv_caches(self) -> None:
-        """Let go of the caches before the engine sleeps: from now on no other engine reaches them.
+        """Unregister the caches before the engine sleeps: from now on no other engine can reach them.
 
         Raises:
-            TransferError: loads are under way. vLLM must not unmap what they write to, and does not: its call fails.
+            TransferError: loads are in flight. vLLM must not unmap what they write to; its call fails.
         """
         if self._worker is not None:
             self._worker.close(idle=True)
-            self._worker = self._memory = self._hello = None
-            # A transport that copies by itself goes on until it sees that the connection has ended, which takes some
-            # milliseconds. What it reads until then has to be there: vLLM gives the memory back after this call.
+            self._worker = self._memory = self._worker_identity = None
+            # A transport that copies by itself notices the closed connection only after some milliseconds. The memory
+            # that it reads until then has to be mapped, and vLLM unmaps it after this call.
             time.sleep(_NOTICED_SECONDS)
 
     def restore_kv_caches(self) -> None:
-        """Register the caches anew after the engine slept, under another name and key than before.
+        """Register the caches again after the engine slept, with a new agent name and key.
 
-        vLLM then asks for the hello again, and gives it to the scheduler's process.
+        vLLM then asks for the worker identity again, and gives it to the scheduler's process.
         """
         if self._worker is None and self._caches:
             self.register_kv_caches(self._caches)
 
     def _describe(self, kv_caches: dict[str, torch.Tensor], place: RankInfo) -> tuple[Geometry, Memory]:
-        """Return the geometry of the caches that take part, and the memory in which others read them."""
+        """Return the geometry of the transferred caches, and the memory in which other engines read them."""
         config, layout = self._vllm_config, self._kv_cache_config
         groups = (layout.kv_cache_groups[index] for index in transferred_groups(layout))
         names = {name for group in groups for name in group.layer_names}
@@ -287,38 +287,38 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         return agent
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return the hello of this worker. The engine asks for it once it has captured its graphs."""
+        """Return the identity of this worker. The engine asks for it once it has captured its graphs."""
         if self._worker is not None:
             self._worker.be_ready()
-        return self._hello
+        return self._worker_identity
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Take the orders of a step, right before the step is launched."""
+        """Take the orders of a step, before the step is launched."""
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepMetadata) and self._worker is not None:
             self._worker.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Start the loads of this step; returns at once. The step may have been launched by now."""
+        """Start the loads of this step; returns at once. The step may already be launched."""
         metadata = self._get_connector_metadata()
         if isinstance(metadata, StepMetadata) and self._worker is not None:
             self._worker.start_loads(metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads end before a request is scheduled."""
+        """Do nothing: loads end before vLLM schedules their request."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Others read the caches where they are."""
+        """Do nothing: other engines read the caches in place."""
 
     def wait_for_save(self) -> None:
-        """Copy what others will read to host memory, if they read it there."""
+        """Copy blocks to host memory, if other engines read them there."""
         metadata = self._connector_metadata
         if isinstance(metadata, StepMetadata) and self._memory is not None:
             for spans, slots in metadata.copy_to_host:
                 self._memory.copy_out(spans, slots)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return what has ended, each request once; failed ones are among the received."""
+        """Return the requests whose loads have ended, each once. The received requests include the failed ones."""
         if self._worker is None:
             return KVConnectorTransferResults()
         metadata = self._connector_metadata
@@ -330,19 +330,19 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """Return what the scheduler has to know of loads that ended."""
+        """Return the report on loads that ended, for the scheduler."""
         report, self._report = self._report, None
         return report
 
     # --- both ----------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> TransferStats | None:
-        """Return what was measured since the last call."""
+        """Return the statistics since the last call."""
         part = self._worker or self._kvhma_scheduler
         return None if part is None else part.take_stats()
 
     def shutdown(self) -> None:
-        """Stop the threads and give everything back."""
+        """Stop the threads and release all resources."""
         if self._kvhma_scheduler is not None:
             self._kvhma_scheduler.close()
         if self._worker is not None:
@@ -353,12 +353,12 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """Whether the caches may be remapped: where UCX alone has them, which forgets all it knows of an agent."""
+        """Whether vLLM may remap the caches: only with UCX alone, which keeps no state of a closed agent."""
         return Settings.read(kv_transfer_config.kv_connector_extra_config).backends == ("UCX",)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return the layout to ask for: heads outside of tokens, so that a slice of heads is one piece."""
+        """Return the layout to ask for: heads outside tokens, so that a slice of heads is contiguous."""
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config if vllm_config.kv_transfer_config else {}
         layout = Settings.read(extra).kv_cache_layout
         if layout is not None:
@@ -368,7 +368,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
-        """Return stats of what another process counted."""
+        """Return the statistics of another process."""
         return TransferStats() if data is None else TransferStats(data)
 
     @classmethod
@@ -377,50 +377,48 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         return PromMetrics(*args)
 
 
-# Loaded by its path, but MultiConnector looks for the class of a child's statistics by its name.
+# vLLM may have loaded this by its path, but MultiConnector looks up the class of a child's statistics by its name.
 register()
 
 
 def _make_board(agent: Agent) -> LeaseBoard | None:
-    """Make and register a lease board; without one P is asked."""
+    """Make and register a lease board. If that fails, return None: decode engines then ask P."""
     try:
         board = LeaseBoard()
         agent.register(Geometry(regions=(board.region,), groups=(), layers=()))
     except (OSError, KvhmaError) as error:
-        logger.warning("kvhma: decode engines will ask for leases: there is no lease board: %s", error)
+        logger.warning("kvhma: no lease board, so decode engines will ask for their leases: %s", error)
         return None
     return board
 
 
-def _warn_of_what_is_unusual(settings: Settings) -> None:
-    """Say in the log, once for each engine, what was not tested and what was asked for and is not done."""
+def _warn_of_unusual(settings: Settings) -> None:
+    """Log, once for each engine, an untested version of vLLM and settings without effect."""
     if is_newer_than_tested(vllm.__version__):
         logger.warning(
-            "kvhma: vLLM %s was not tested with kvhma %s; the last one that was is %s",
+            "kvhma: vLLM %s was not tested with kvhma %s; the newest tested version is %s",
             vllm.__version__,
             kvhma_version,
             VLLM[-1],
         )
     if settings.ignored:
-        logger.warning(
-            "kvhma: settings of vLLM's own connector that change nothing here: %s", "; ".join(settings.ignored)
-        )
+        logger.warning("kvhma: settings of vLLM's own connector without effect here: %s", "; ".join(settings.ignored))
 
 
-def _warn_of_what_is_open(settings: Settings, secrets: Secrets, side_channel: Address) -> None:
-    """Say in the log, once for each engine, what it takes from everybody."""
+def _warn_of_open_access(settings: Settings, secrets: Secrets, side_channel: Address) -> None:
+    """Log, once for each engine, what untrusted peers and users can reach."""
     if settings.allowed_prefill_engines is None:
         logger.info(
-            "kvhma: requests may be loaded from any engine that their parameters name; allowed_prefill_engines says "
-            "from which ones"
+            "kvhma: requests may be loaded from any engine that their parameters name; allowed_prefill_engines can "
+            "restrict this"
         )
     if not secrets.enabled and not is_loopback(side_channel.host):
         logger.warning(
-            "kvhma: the side channel at %s is open: who reaches it gets what it takes to read and write the workers' "
-            "memory; set secret_file or KVHMA_SECRET, or let only engines reach it",
+            "kvhma: the side channel at %s is open: any peer that reaches it can read and write the workers' memory. "
+            "Set secret_file or KVHMA_SECRET, or let only engines reach it",
             side_channel,
         )
     if settings.secret_file is not None and Path(settings.secret_file).stat().st_mode & 0o007:
         logger.warning(
-            "kvhma: everybody on this machine can read the secrets in %s: chmod 600 it", settings.secret_file
+            "kvhma: every user of this machine can read the secrets in %s: chmod 600 it", settings.secret_file
         )

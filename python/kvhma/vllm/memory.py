@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that is registered for transfer, and the caches themselves as such memory."""
+"""The memory that is registered for transfer: an interface, and the engine's caches as an implementation."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _SCRATCH_BYTES = 4096
 
 
 class Memory(Protocol):
-    """What loads are read into and other engines read from.
+    """The memory that loads read into and other engines read from.
 
     Attributes:
-        kind: of the memory that is registered.
-        device: that the engine's caches are on.
-        scratch: a range on that device that connections are warmed up with, to be registered too; None if what is
-            registered is host memory.
+        kind: of the registered memory.
+        device: of the engine's caches.
+        scratch: a range on the device for the first read of a connection, to be registered too; None if host memory is
+            registered.
     """
 
     kind: MemoryKind
@@ -40,58 +40,58 @@ class Memory(Protocol):
 
         Args:
             rows: the ranges.
-            after: what the device has to have done before, since it may write there; None if nothing.
+            after: device work that may write there, and has to end before; None without any.
 
         Returns:
-            What the device has to have done before anything else is written there or near; None if nothing has.
+            Device work that has to end before anything else writes there or near; None without any.
 
         Raises:
-            GeometryError: a range that is not in the caches. Nothing was zeroed.
+            GeometryError: a range is not in the caches. Nothing was zeroed.
         """
 
     def permute(self, permutes: NDArray[np.uint64]) -> torch.Event | None:
-        """Begin to put ranges of what was read into order: :attr:`kvhma.permute.PermutedRead.permutes`.
+        """Begin to reorder ranges after a read: :attr:`kvhma.permute.PermutedRead.permutes`.
 
         Returns:
-            What the device has to have done before they are in order; None if they are.
+            Device work after which they are in order; None if they are.
 
         Raises:
-            GeometryError: a range that is not in the memory.
+            GeometryError: a range is not in the memory.
         """
 
-    def take(self, spans: Sequence[Span]) -> Sequence[Span] | None:
+    def take_places(self, spans: Sequence[Span]) -> Sequence[Span] | None:
         """Return places to read a load's blocks into, for each group; None while there is no room.
 
         Raises:
-            RequestError: there will never be.
+            RequestError: there are more blocks than places.
         """
 
-    def release(self, places: Sequence[Span]) -> None:
-        """Take places back: nothing is read into them any more."""
+    def release_places(self, places: Sequence[Span]) -> None:
+        """Free places that no read writes to any more."""
 
     def copy_in(
         self, places: Sequence[Span], spans: Sequence[Span], after: torch.Event | None = None
     ) -> torch.Event | None:
-        """Begin to bring what was read to where the engine uses it.
+        """Begin to copy what was read to the engine's blocks.
 
         Args:
             places: that were taken for the blocks.
             spans: the blocks.
-            after: what the device has to have done before, since it may write there; None if nothing.
+            after: device work that may write there, and has to end before; None without any.
 
         Returns:
-            What the device has to have done before it is there, and the places are free; None if it is.
+            Device work after which the blocks are filled and the places may be freed; None if they are.
         """
 
     def copy_out(self, spans: Sequence[Span], places: Sequence[Span]) -> None:
-        """Bring blocks that the engine has computed to places where others read them. Done when it returns."""
+        """Copy computed blocks to places where other engines read them. Done when it returns."""
 
 
 class DeviceMemory:
     """The engine's own caches."""
 
     def __init__(self, geometry: Geometry, caches: Mapping[str, torch.Tensor]) -> None:
-        """Look at the storages behind the caches."""
+        """Find the storages of the caches."""
         self.kind: MemoryKind = geometry.regions[0].memory
         self.device = device_of(caches.values())
         self._storages = Storages(caches)
@@ -99,7 +99,7 @@ class DeviceMemory:
         if isinstance(self.device, Accelerator):
             scratch = self._scratch_bytes = next(iter(caches.values())).new_zeros(_SCRATCH_BYTES, dtype=torch.uint8)
             self.scratch = Region(scratch.data_ptr(), _SCRATCH_BYTES, self.kind, geometry.regions[0].device)
-            # As the loads will, so that the first one finds the kernel loaded: that may wait for all others to end.
+            # This loads the kernel that loads use. Loading a kernel may wait for all other work on the device.
             self.device.launch(lambda: _zero_all([scratch]), self.device.mark())
 
     def zero(self, rows: NDArray[np.uint64], after: torch.Event | None = None) -> torch.Event | None:
@@ -108,29 +108,29 @@ class DeviceMemory:
             zero_host(rows)
             return None
         if not len(rows):
-            return after  # what is read may not be written over either
+            return after  # earlier steps must not overwrite what is read either
         pieces = self._storages.pieces(rows)
         return self.device.launch(lambda: _zero_all(pieces), after)
 
     def permute(self, permutes: NDArray[np.uint64]) -> torch.Event | None:
-        """See :class:`Memory`. Nothing else is launched that writes there: blocks are zeroed before they are read."""
+        """See :class:`Memory`. No other launched work writes there: blocks are zeroed before the read."""
         return self.device.launch(lambda: launch_permute(permutes, self._storages), None)
 
-    def take(self, spans: Sequence[Span]) -> Sequence[Span] | None:
-        """Blocks are read into themselves."""
+    def take_places(self, spans: Sequence[Span]) -> Sequence[Span] | None:
+        """Return the blocks: loads read into them directly."""
         return spans
 
-    def release(self, places: Sequence[Span]) -> None:
-        """They are the engine's."""
+    def release_places(self, places: Sequence[Span]) -> None:
+        """Do nothing: the blocks are the engine's."""
 
     def copy_in(
         self, places: Sequence[Span], spans: Sequence[Span], after: torch.Event | None = None
     ) -> torch.Event | None:
-        """Blocks are where they belong."""
+        """Do nothing: the blocks are filled already."""
         return None
 
     def copy_out(self, spans: Sequence[Span], places: Sequence[Span]) -> None:
-        """Blocks are where they belong."""
+        """Do nothing: other engines read the blocks directly."""
 
 
 def zero_host(rows: NDArray[np.uint64]) -> None:
@@ -140,5 +140,5 @@ def zero_host(rows: NDArray[np.uint64]) -> None:
 
 
 def _zero_all(pieces: list[torch.Tensor]) -> None:
-    """Zero tensors, all in one launch or a few of a hundred each, where ``zero_()`` would be a launch for each."""
+    """Zero tensors in one launch, or in launches of a hundred tensors. ``zero_()`` would be a launch for each."""
     torch._foreach_zero_(pieces)

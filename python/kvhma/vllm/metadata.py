@@ -30,17 +30,17 @@ class Load(NamedTuple):
 
     Attributes:
         request_id: D's name of the request.
-        remote: what P said about it.
-        reader: random number by which P knows this reader of its blocks.
-        num_tokens: tokens whose cache is there afterwards, those that D had already included.
-        cached: tokens that D had already.
+        remote: P's parameters of the request.
+        reader: random number that identifies this reader to P.
+        num_tokens: tokens whose cache is there after the load, including those that D had before.
+        cached: tokens that D had before.
         spans: D's blocks to fill, for each group.
-        piece: whether it is one of several, which are read while P computes the prompt: nothing is asked of P then, and
-            vLLM hears nothing of it.
-        held: of a last piece, D's blocks to fill with those of earlier pieces; empty without.
-        outcome: how P is told, with the question after the read, that the blocks are not needed any more; None where
-            several ranks read, so that the scheduler tells it when all have.
-        optional: whether the request is computed here if it fails.
+        piece: whether the load is a piece, which D reads while P computes the prompt. D asks P nothing about a piece,
+            and vLLM does not learn of it.
+        held: of a last piece, D's blocks that it and earlier pieces fill; empty without earlier pieces.
+        outcome: of the release that goes to P with the question after the read. None if several ranks read: then the
+            scheduler releases the blocks when all have read.
+        optional: whether D falls back to local prefill if the load fails.
         trace: of the request; None if it is not traced.
     """
 
@@ -58,10 +58,10 @@ class Load(NamedTuple):
 
 
 class DigestOrder(NamedTuple):
-    """A finished request whose blocks are to be summed, for who reads them.
+    """A finished request whose blocks P's workers sum, for their readers.
 
     Attributes:
-        key: names it to its readers.
+        key: identifies it to its readers.
         seed: of the digest.
         num_tokens: tokens that the blocks hold.
         spans: the blocks of each group.
@@ -73,24 +73,24 @@ class DigestOrder(NamedTuple):
     spans: tuple[Span, ...]
 
 
-def join_ranks(one: tuple[ContentDigest, int], other: tuple[ContentDigest, int]) -> tuple[ContentDigest, int]:
-    """Add the digests of some ranks and of some others; raises nothing, since it runs in vLLM's own thread.
+def join_ranks(first: tuple[ContentDigest, int], second: tuple[ContentDigest, int]) -> tuple[ContentDigest, int]:
+    """Add the digests of two sets of ranks. It must not raise, because it runs in vLLM's own thread.
 
-    Those that cannot be added are not of one request: then ranks stay missing, and who waits for them gives up.
+    Digests of different requests cannot be added. Then the second set stays missing, and D's wait for it times out.
     """
     with contextlib.suppress(KvhmaError):
-        return one[0] + other[0], one[1] + other[1]
-    return one
+        return first[0] + second[0], first[1] + second[1]
+    return first
 
 
 class LoadDigest(NamedTuple):
-    """What a load has, and what P says that it holds.
+    """The content digests of a load: of P's blocks, and of what D has read.
 
     Attributes:
-        seed: of both.
-        prefill: the sum of P's ranks.
-        decode: the sum of `ranks` ranks of D.
-        ranks: how many of them have said.
+        seed: of both digests.
+        prefill: the sum over P's ranks.
+        decode: the sum over `ranks` ranks of D.
+        ranks: number of D's ranks that have reported.
     """
 
     seed: int
@@ -98,13 +98,13 @@ class LoadDigest(NamedTuple):
     decode: ContentDigest
     ranks: int = 1
 
-    def joined(self, other: LoadDigest) -> LoadDigest:
-        """Add what other ranks have. Sums that cannot be added are of nothing, so that no load is right by them."""
+    def joined(self, more: LoadDigest) -> LoadDigest:
+        """Add the digests of more ranks. If they cannot be added, the sum is empty, and the load fails."""
         try:
-            decode = self.decode + other.decode
+            decode = self.decode + more.decode
         except KvhmaError:
             decode = ContentDigest(self.decode.num_tokens, {})
-        return self._replace(decode=decode, ranks=self.ranks + other.ranks)
+        return self._replace(decode=decode, ranks=self.ranks + more.ranks)
 
 
 @dataclass
@@ -113,14 +113,14 @@ class StepMetadata(KVConnectorMetadata):
 
     Attributes:
         loads: requests to read.
-        refusals: requests that cannot be read, and why; the workers report them as failed.
-        given_up: requests that have ended before all of them was read, and of which nothing is read any more.
+        refusals: requests that cannot be read, with the reason; the workers report them as failed.
+        given_up: requests that ended before they were completely read. Workers read nothing of them any more.
         copy_to_host: blocks to copy to host memory after this step, and the slots to copy them to: for each request, a
             span for each group.
-        idle: whether nothing is computed in this step.
-        step: number of the step, for the workers to send back with its results; None if nobody asks.
-        digests: finished requests whose blocks are to be summed.
-        verdicts: loads whose digest every rank has reported, and why each of them fails; None for those that do not.
+        idle: whether this step computes nothing.
+        step: number of the step, which the workers return with its results; None if the scheduler does not need it.
+        digests: finished requests whose blocks the workers sum.
+        verdicts: loads whose digest every rank has reported: the failure of each, or None.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -133,18 +133,18 @@ class StepMetadata(KVConnectorMetadata):
     verdicts: dict[str, Failure | None] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle without names of fields and classes: a worker gets one in every step, and waits for it."""
-        loads, *others = vars(self).values()
+        """Pickle without names of fields and classes: every worker waits for this object in every step."""
+        loads, *fields = vars(self).values()
         packed = msgspec.msgpack.encode(loads, enc_hook=_packed) if loads else b""
-        return _step, (packed, *others)
+        return _step, (packed, *fields)
 
 
-def _step(loads: bytes, *others: Any) -> StepMetadata:
-    return StepMetadata([_load(row) for row in msgspec.msgpack.decode(loads)] if loads else [], *others)
+def _step(loads: bytes, *fields: Any) -> StepMetadata:
+    return StepMetadata([_load(row) for row in msgspec.msgpack.decode(loads)] if loads else [], *fields)
 
 
 def _load(row: Sequence[Any]) -> Load:
-    """Return what `row` was before it was packed: every tuple with a name is a list in it, and arrays are bytes."""
+    """Return the load that was packed as `row`, in which named tuples are lists and arrays are bytes."""
     load, remote = Load(*row), PrefillParams(*row[Load._fields.index("remote")])
     return load._replace(
         remote=remote._replace(
@@ -162,7 +162,7 @@ def _load(row: Sequence[Any]) -> Load:
 
 
 def _packed(value: Any) -> bytes | int:
-    """Return an array of ids as bytes, and a number of numpy's as Python's: msgspec asks for what it does not know."""
+    """Encode what msgspec does not know: an array of ids as bytes, a number of numpy's as Python's."""
     return np.asarray(value, np.int64).tobytes() if value.ndim else int(value)
 
 
@@ -171,7 +171,7 @@ def _spans(rows: Sequence[Any]) -> tuple[Span, ...]:
 
 
 CLIENTS_CAUSES = ("refused", "other_prompt", "state_ahead", "late_reader", "no_room")
-"""Causes that the scheduler finds in what clients and proxies send: anybody may have them logged."""
+"""Causes that clients and proxies can provoke, so any client can fill the log with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +182,13 @@ class Failure:
         cause: one of `CLIENTS_CAUSES`, ``handshake``, ``unsupported``, ``request``, ``transfer``, ``peer_lost``,
             ``expired``, ``digest``, ``internal``.
         text: one line.
-        passing: whether it may pass, so that the load is tried again.
-        optional: whether the load is; vLLM hears nothing of its failure.
+        transient: whether a retry may succeed.
+        optional: whether the load is optional. Then vLLM does not learn of its failure.
     """
 
     cause: str
     text: str
-    passing: bool
+    transient: bool
     optional: bool = False
 
 
@@ -198,14 +198,14 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     Attributes:
         failures: loads that failed.
-        first_tokens: of loads that are done, for groups whose first block is not filled from its start: the first token
-            from which on they are, by index of the group among those that take part.
-        pieces: how many ranks have read the piece of a request that they were ordered to.
-        lost_pieces: requests of which a rank could not read its piece, and why.
-        step: number of the step whose results come with the report; None if it has none.
-        shown: loads that are done and of which P has not heard: its board has shown that it held them.
-        digests: of loads that are done but for the scheduler's word on what they hold.
-        prefill_digests: of finished requests, the sum of so many ranks.
+        first_tokens: the first filled token of groups whose first block is only partly filled, for loads that are done;
+            by index of the transferred group.
+        pieces: number of ranks that have read their piece of a request.
+        lost_pieces: requests of which a rank could not read its piece, with the reason.
+        step: number of the step whose results come with the report; None without a number.
+        verified_by_board: loads that are done and whose blocks P's board has verified. P was not notified of them.
+        digests: of loads that are done but for the scheduler's verdict on their content.
+        prefill_digests: of finished requests: the sum, and over how many ranks.
     """
 
     failures: dict[str, Failure] = field(default_factory=dict)
@@ -213,7 +213,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     pieces: dict[str, int] = field(default_factory=dict)
     lost_pieces: dict[str, str] = field(default_factory=dict)
     step: int | None = None
-    shown: set[str] = field(default_factory=set)
+    verified_by_board: set[str] = field(default_factory=set)
 
     digests: dict[str, LoadDigest] = field(default_factory=dict)
     prefill_digests: dict[LeaseKey, tuple[ContentDigest, int]] = field(default_factory=dict)
@@ -225,46 +225,59 @@ class WorkerReport(KVConnectorWorkerMetadata):
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
-        said = self.failures or self.first_tokens or self.pieces or self.shown or self.digests or self.prefill_digests
-        return not said and self.step is None
+        reported = (
+            self.failures
+            or self.first_tokens
+            or self.pieces
+            or self.verified_by_board
+            or self.digests
+            or self.prefill_digests
+        )
+        return not reported and self.step is None
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Join the reports of two workers: of two failures the lasting one counts, of two first tokens the later."""
+    def aggregate(self, report: KVConnectorWorkerMetadata) -> WorkerReport:
+        """Join the reports of two workers. A permanent failure wins over a transient one, a later first token too."""
         failures, first_tokens = dict(self.failures), dict(self.first_tokens)
         pieces, lost_pieces, step = dict(self.pieces), dict(self.lost_pieces), self.step
-        shown, digests, prefill_digests = set(self.shown), dict(self.digests), dict(self.prefill_digests)
-        if isinstance(other, WorkerReport):
-            for request_id, ranks in other.pieces.items():
+        verified_by_board, digests, prefill_digests = (
+            set(self.verified_by_board),
+            dict(self.digests),
+            dict(self.prefill_digests),
+        )
+        if isinstance(report, WorkerReport):
+            for request_id, ranks in report.pieces.items():
                 pieces[request_id] = pieces.get(request_id, 0) + ranks
-            lost_pieces |= other.lost_pieces
-            shown |= other.shown
-            step = other.step if step is None else step  # all ranks report the same step
-            for request_id, failure in other.failures.items():
+            lost_pieces |= report.lost_pieces
+            verified_by_board |= report.verified_by_board
+            step = report.step if step is None else step  # all ranks report the same step
+            for request_id, failure in report.failures.items():
                 known = failures.get(request_id)
-                if known is None or known.passing:
+                if known is None or known.transient:
                     failures[request_id] = failure
-            for request_id, tokens in other.first_tokens.items():
-                first_tokens[request_id] = later(first_tokens.get(request_id, {}), tokens)
-            for request_id, digest in other.digests.items():
+            for request_id, tokens in report.first_tokens.items():
+                first_tokens[request_id] = merge_first_tokens(first_tokens.get(request_id, {}), tokens)
+            for request_id, digest in report.digests.items():
                 digests[request_id] = digests[request_id].joined(digest) if request_id in digests else digest
-            for key, sums in other.prefill_digests.items():
+            for key, sums in report.prefill_digests.items():
                 prefill_digests[key] = join_ranks(prefill_digests[key], sums) if key in prefill_digests else sums
-        return WorkerReport(failures, first_tokens, pieces, lost_pieces, step, shown, digests, prefill_digests)
+        return WorkerReport(
+            failures, first_tokens, pieces, lost_pieces, step, verified_by_board, digests, prefill_digests
+        )
 
 
-def later(one: Mapping[int, int], other: Mapping[int, int]) -> dict[int, int]:
-    """Return the first tokens by group that hold for two ranks: the later one of each group."""
-    return {group: max(one.get(group, 0), other.get(group, 0)) for group in one.keys() | other.keys()}
+def merge_first_tokens(first: Mapping[int, int], second: Mapping[int, int]) -> dict[int, int]:
+    """Return the first tokens by group that hold for two ranks: the later token of each group."""
+    return {group: max(first.get(group, 0), second.get(group, 0)) for group in first.keys() | second.keys()}
 
 
 @dataclass
-class WorkerHello(KVConnectorHandshakeMetadata):
-    """What the listener in a worker's scheduler's process has to know of the worker.
+class LocalWorkerIdentity(KVConnectorHandshakeMetadata):
+    """A worker's identity, for the listener in its scheduler's process.
 
     Attributes:
         data: the worker's message of :mod:`kvhma.nixl.handshake`.
-        private_key: Ed25519 key, 32 bytes, that signs it for who asks. It never leaves the engine.
-        board: where the scheduler shows what is held; None for nowhere.
+        private_key: Ed25519 key, 32 bytes, that signs `data` for each peer. It never leaves the engine.
+        board: the lease board that the scheduler writes to; None without a board.
     """
 
     data: bytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots of the pool in host memory through which blocks go where a device's memory cannot be registered."""
+"""Slots of the staging pool in host memory, for devices whose memory cannot be registered."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvhma.geometry import Span
 
 @dataclass(frozen=True, slots=True)
 class SlotRanges:
-    """Which slots are for what.
+    """The use of the slots.
 
-    Slot 0 is none, as block 0 is no block::
+    Slot 0 is unused, like the null block 0::
 
-        | 0 | for reads by others, the scheduler's | for own loads, each worker's |
+        | 0 | for reads by other engines: the scheduler's | for own loads: each worker's |
 
     Attributes:
-        reads: for blocks that others read from here.
-        loads: for blocks that are read from others.
+        reads: for blocks that other engines read from here.
+        loads: for blocks that this engine reads from others.
     """
 
     reads: range
@@ -30,7 +30,7 @@ class SlotRanges:
 
     @classmethod
     def of(cls, reads: int, loads: int) -> SlotRanges:
-        """Return so many slots for each."""
+        """Return ranges with these numbers of slots."""
         return cls(range(1, 1 + reads), range(1 + reads, 1 + reads + loads))
 
     @property
@@ -46,16 +46,16 @@ class Slots:
     """Free slots. Safe to use from several threads."""
 
     def __init__(self, numbers: range) -> None:
-        """Begin with all of them free."""
+        """Start with all slots free."""
         self._total = len(numbers)
         self._lock = threading.Lock()
         self._free = list(numbers)
 
-    def take(self, spans: Sequence[Span]) -> tuple[Span, ...] | None:
-        """Return slots for blocks, for each group, the lowest free ones; None while there are too few.
+    def take_slots(self, spans: Sequence[Span]) -> tuple[Span, ...] | None:
+        """Return the lowest free slots for blocks, for each group; None while too few are free.
 
         Raises:
-            RequestError: there will never be as many.
+            RequestError: there are more blocks than slots.
         """
         count = sum(len(span.ids) for span in spans)
         if count > self._total:
@@ -65,8 +65,8 @@ class Slots:
                 return None
             return tuple(Span(span.first, [heapq.heappop(self._free) for _ in span.ids]) for span in spans)
 
-    def release(self, places: Sequence[Span]) -> None:
-        """Take slots back."""
+    def release_slots(self, places: Sequence[Span]) -> None:
+        """Return slots to the free list."""
         with self._lock:
             for span in places:
                 for number in span.ids:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that go through host memory: a bounded pool of slots is registered in place of the caches."""
+"""Staging in host memory: a bounded pool of slots is registered instead of the caches."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from kvhma.vllm.slots import SlotRanges, Slots
 
 _ALIGN = 64
 _ASIDE_BYTES = 64 << 20
-"""Copied aside on the device at a time."""
+"""Most bytes that are gathered on the device at a time."""
 _ITEMS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class StagingPool:
-    """Pinned host memory for some blocks at a time; what others know of this engine's caches is the pool.
+    """Pinned host memory for some blocks at a time. Other engines only know this pool, not the caches.
 
-    A slot has room for a block of any group, the pages of its layers one after the other::
+    A slot has room for a block of any group, with the pages of its layers next to each other::
 
         caches   layer a  | 0 | 1 | 2 | 3 | ...        a block has a page in each layer of its group
                  layer b  | 0 | 1 | 2 | 3 | ...
-        pool     slot 0 (none) | slot 1: a's page, b's page | slot 2: ...
+        pool     slot 0 (unused) | slot 1: a's page, b's page | slot 2: ...
 
-    P's scheduler gives a finished prompt slots and tells other engines these; D's worker takes slots for a load, reads
+    P's scheduler gives a finished prompt slots, and other engines read these. D's worker takes slots for a load, reads
     into them and copies them to the blocks.
 
     Attributes:
@@ -51,7 +51,7 @@ class StagingPool:
         Args:
             geometry: of the caches.
             caches: by layer.
-            slots: how many.
+            slots: numbers of the slots.
         """
         self.device = device_of(caches.values())
         self._slots = Slots(slots.loads)
@@ -68,16 +68,16 @@ class StagingPool:
                 _as_items(part, on_host[name]) for name, part in _parts(storages, geometry, of_cache).items()
             ]
 
-    def take(self, spans: Sequence[Span]) -> tuple[Span, ...] | None:
+    def take_places(self, spans: Sequence[Span]) -> tuple[Span, ...] | None:
         """See :class:`kvhma.vllm.memory.Memory`."""
-        return self._slots.take(spans)
+        return self._slots.take_slots(spans)
 
-    def release(self, places: Sequence[Span]) -> None:
+    def release_places(self, places: Sequence[Span]) -> None:
         """See :class:`kvhma.vllm.memory.Memory`."""
-        self._slots.release(places)
+        self._slots.release_slots(places)
 
     def zero(self, rows: NDArray[np.uint64], after: torch.Event | None = None) -> torch.Event | None:
-        """See :class:`kvhma.vllm.memory.Memory`. Nothing but reads is written to slots, so it comes after nothing."""
+        """See :class:`kvhma.vllm.memory.Memory`. Only reads write to slots, so it need not wait for `after`."""
         zero_host(rows)
         return None
 
@@ -93,9 +93,9 @@ class StagingPool:
         return self.device.launch(lambda: self._to_device(places, spans), after)
 
     def copy_out(self, spans: Sequence[Span], places: Sequence[Span]) -> None:
-        """Copy blocks to slots, on the stream of the calling thread, which waits for it."""
+        """Copy blocks to slots, on the stream of the calling thread, and wait."""
         for parts, blocks, slots in self._moves(spans, places):
-            # Zeros: others can read what lies between pages too.
+            # Zeros, because other engines can also read the gaps between pages.
             copies = parts[0][0].new_zeros((len(slots), self._room), dtype=torch.uint8)
             indices = indices_beside(copies, blocks)
             for on_device, in_slots in parts:
@@ -117,18 +117,18 @@ class StagingPool:
     def _moves(
         self, spans: Sequence[Span], places: Sequence[Span]
     ) -> Iterable[tuple[list[tuple[torch.Tensor, torch.Tensor]], NDArray[np.int64], NDArray[np.int64]]]:
-        """Yield the parts of each group's layers, some of its blocks and their slots, few enough to copy aside."""
-        most = max(1, _ASIDE_BYTES // self._room)
+        """Yield the parts of each group's layers, some of its blocks and their slots, few enough to gather."""
+        batch = max(1, _ASIDE_BYTES // self._room)
         for parts, span, place in zip(self._parts, spans, places, strict=True):
-            blocks, slots = (np.asarray(of.ids, dtype=np.int64) for of in (span, place))
-            for start in range(0, len(blocks) if parts else 0, most):
-                yield parts, blocks[start : start + most], slots[start : start + most]
+            blocks, slots = (np.asarray(ids, dtype=np.int64) for ids in (span.ids, place.ids))
+            for start in range(0, len(blocks) if parts else 0, batch):
+                yield parts, blocks[start : start + batch], slots[start : start + batch]
 
     def _runs(self, slots: NDArray[np.int64]) -> Iterable[tuple[torch.Tensor, slice]]:
-        """Yield slots that lie one after the other, of shape (n, bytes of a slot), and which of `slots` they are.
+        """Yield runs of neighbouring slots, of shape (n, bytes of a slot), and their indices in `slots`.
 
-        Whole slots are what a copy engine takes out of pinned memory by itself: parts of them a thread would gather in
-        memory that is not pinned.
+        A copy engine copies whole slots from pinned memory by itself. For parts of slots a thread would first gather
+        them in memory that is not pinned.
         """
         rows = self._bytes.view(-1, self._room)
         ends = [*(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
@@ -154,9 +154,9 @@ def _pool_layers(geometry: Geometry, slots: int) -> tuple[int, tuple[Layer, ...]
 
 
 def _dense(page: Page) -> Page:
-    """Return a page without gaps, its axes in the same order of strides.
+    """Return a page without gaps, with its axes in the same order of strides.
 
-    What lies between the items of a page may be another layer's, or another block's: it is not copied::
+    The gaps between the items of a page may belong to another layer or block, so they are not copied::
 
         in a cache   a: token 0 | b: token 0 | a: token 1 | b: token 1 | ...
         in a slot    a: token 0 | a: token 1 | ...
@@ -175,7 +175,7 @@ def _dense(page: Page) -> Page:
 
 
 def _room(page: Page) -> int:
-    """Return the bytes that a page has in a slot."""
+    """Return the bytes of a page in a slot."""
     return -(-page.nbytes // _ALIGN) * _ALIGN
 
 
@@ -192,15 +192,15 @@ def _parts(storages: Storages, geometry: Geometry, layer: Layer) -> dict[str, to
 
 
 def _within(copies: torch.Tensor, in_slots: torch.Tensor) -> torch.Tensor:
-    """Return the part of copied slots that lies in the pool as `in_slots` does."""
+    """Return the part of copied slots that has the position of `in_slots` in the pool."""
     shape = (len(copies), *in_slots.shape[1:])
     return copies.view(in_slots.dtype).as_strided(shape, in_slots.stride(), in_slots.storage_offset())
 
 
-def _as_items(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two views with whole items in place of their bytes, which are copied faster, where they are aligned."""
-    dtype = _ITEMS.get(one.shape[-1], torch.uint8)
+def _as_items(in_cache: torch.Tensor, in_pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both views with whole items instead of bytes, which copy faster, if they are aligned."""
+    dtype = _ITEMS.get(in_cache.shape[-1], torch.uint8)
     try:
-        return one.view(dtype), other.view(dtype)
+        return in_cache.view(dtype), in_pool.view(dtype)
     except RuntimeError:
-        return one, other
+        return in_cache, in_pool

@@ -326,13 +326,13 @@ class Loading:
         load: the load that the scheduler requested.
         parts: one for each rank, None for those that have ended.
         outcome: ``ok``; ``nothing``, ``part`` or ``garbage`` is written before it fails.
-        passing: whether the failure is transient.
+        transient: whether the failure may pass.
     """
 
     load: Load
     parts: list[Part | None]
     outcome: str
-    passing: bool
+    transient: bool
     failure: Failure | None = None
 
 
@@ -636,7 +636,7 @@ class Engine:
                 loading.parts += [self._part(load, rank) for rank in range(self.shape.ranks)]
             except KvhmaError as error:
                 loading.parts = []
-                loading.failure = Failure("request", str(error), passing=False)
+                loading.failure = Failure("request", str(error), transient=False)
                 self.refused.append(str(error))
             self._loading.append(loading)
 
@@ -705,9 +705,9 @@ class Engine:
         leases, claims = self.source.kvhma.context.leases, [load.remote.claim(load.reader)]
         (state,) = leases.renew(claims) if load.outcome is None else leases.finish(claims, [load.outcome])
         if state is not LeaseState.HELD:
-            return WorkerReport({load.request_id: Failure("expired", state.value, passing=False)})
+            return WorkerReport({load.request_id: Failure("expired", state.value, transient=False)})
         if loading.outcome != "ok":
-            return WorkerReport({load.request_id: Failure("transfer", loading.outcome, loading.passing)})
+            return WorkerReport({load.request_id: Failure("transfer", loading.outcome, loading.transient)})
         geometry = self.memory.ranks[rank]
         first = polling.first_filled_tokens(geometry, load.spans, part.planned.first_tokens)
         return WorkerReport({}, {load.request_id: first} if first else {})

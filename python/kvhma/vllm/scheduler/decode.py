@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvhma.errors import KvhmaError, OtherPromptError, RequestError
 from kvhma.geometry import Span
 from kvhma.planning import live_entries
-from kvhma.vllm.metadata import Failure, StepMetadata, WorkerReport, later
+from kvhma.vllm.metadata import Failure, StepMetadata, WorkerReport, merge_first_tokens
 from kvhma.vllm.metadata import Load as ReadCommand
 from kvhma.vllm.scheduler.answers import readable_part
 from kvhma.vllm.scheduler.context import SchedulerContext
@@ -539,8 +539,8 @@ class DecodeScheduler:
         """Note what some ranks say of the reads that they have ended."""
         for request_id, tokens in report.first_tokens.items():
             if (load := self.pending.get(request_id)) is not None and load.attempt is not None:
-                load.attempt.first_tokens = later(load.attempt.first_tokens, tokens)
-        for request_id in report.shown:
+                load.attempt.first_tokens = merge_first_tokens(load.attempt.first_tokens, tokens)
+        for request_id in report.verified_by_board:
             if (load := self.pending.get(request_id)) is not None and load.attempt is not None:
                 load.attempt.verified_by_board = True
         for request_id, ranks in report.pieces.items():
@@ -548,7 +548,7 @@ class DecodeScheduler:
         for request_id, failure in report.failures.items():
             if (load := self.pending.get(request_id)) is not None and load.attempt is not None:
                 load.attempt.rank_failed = True
-                if not failure.passing:
+                if not failure.transient:
                     load.refusal = load.refusal or failure
         if self._context.settings.content_digests:
             self._metadata.verdicts |= self._digests.verdicts(report)
@@ -615,7 +615,7 @@ class DecodeScheduler:
 
     def _fall_back(self, load: Load, reason: str, text: str) -> None:
         """Have ``kv_load_failure_policy`` decide about a prompt that P has computed and D cannot load."""
-        failure = Failure(reason, text, passing=False)
+        failure = Failure(reason, text, transient=False)
         if load.purpose is Purpose.DECODE and not self._context.engine.recompute:
             self._fail(load, failure)
             return
@@ -625,12 +625,12 @@ class DecodeScheduler:
     def _compute_unread(self, load: Load) -> None:
         """Leave a prompt to vLLM that computes it anyway, because its log-probabilities are asked for."""
         text = "skip_reading_prefix_cache is set for it, which prompt_logprobs do"
-        load.refusal = Failure("skip_reading_prefix_cache", text, passing=False)
+        load.refusal = Failure("skip_reading_prefix_cache", text, transient=False)
         self._move(load, LoadEvent.LOCAL)
 
     def _compute_locally(self, request_id: str, reason: str, text: str) -> None:
         logger.warning("kvhma: request %s is computed here: %s", request_id, text)
-        self._context.stats.count("computed_prompts", label=reason)
+        self._context.stats.count("local_prefills", label=reason)
 
     def _move(self, load: Load, event: LoadEvent, command: ReadCommand | None = None) -> None:
         """Move a load on, and carry out what its machine asks for; `command` is the read that the event brings."""
@@ -707,7 +707,7 @@ def _beyond(load: Load, local: int) -> tuple[int, bool]:
 
 
 def _refused(text: str) -> Failure:
-    return Failure("refused", text, passing=False)
+    return Failure("refused", text, transient=False)
 
 
 def _bounded(remote: PrefillParams) -> PrefillParams:

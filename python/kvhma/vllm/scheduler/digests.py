@@ -111,12 +111,12 @@ class DecodeDigests:
             found, tokens = differences(digest.prefill, digest.decode, digest.seed)
         except UnsupportedPairError as error:
             stats.count("content_digests", label="incomparable")
-            return Failure("unsupported", str(error), passing=False)
+            return Failure("unsupported", str(error), transient=False)
         stats.count("digest_tokens", tokens)
         stats.count("content_digests", label="mismatch" if found else "match")
         if not found:
             return None
-        return Failure("digest", f"what was loaded is not what P holds: {_listed(found)}", passing=True)
+        return Failure("digest", f"what was loaded is not what P holds: {_listed(found)}", transient=True)
 
 
 def _listed(found: Sequence[Difference]) -> str:

@@ -217,7 +217,7 @@ class LeaseRenewer:
             del self._sessions[given_up.address]
             _disconnect(given_up)
             if number := len(given_up.claims) + len(given_up.releases):
-                self._counters.count("forgotten_leases", number)
+                self._counters.count("abandoned_leases", number)
                 peer_log.logger.warning(
                     "kvhma: %d leases at %s are neither renewed nor released any more: it has not answered yet, and "
                     "there are leases at %d other engines",

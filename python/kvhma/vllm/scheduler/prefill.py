@@ -14,7 +14,7 @@ from kvhma.errors import KvhmaError, RequestError
 from kvhma.geometry import Geometry, Span
 from kvhma.planning import live_spans
 from kvhma.text import one_line
-from kvhma.vllm.metadata import StepMetadata, WorkerHello
+from kvhma.vllm.metadata import LocalWorkerIdentity, StepMetadata
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.digests import PrefillDigests
 from kvhma.vllm.scheduler.items import items_of
@@ -82,7 +82,7 @@ class PrefillScheduler:
         if self._listener is not None:
             self._listener.close()
 
-    def serve(self, hellos: Mapping[tuple[int, int], WorkerHello]) -> None:
+    def serve(self, hellos: Mapping[tuple[int, int], LocalWorkerIdentity]) -> None:
         """Answer other engines from now on, with the hellos of the workers by pipeline and tensor rank.
 
         Other hellos come when the engine has slept. What it held is gone, and so is what others know of it: it is
@@ -108,7 +108,7 @@ class PrefillScheduler:
             counters=context.stats,
             tickets=self.settling.tickets,
         )
-        self.settling.tickets.on_news = self._listener.tell
+        self.settling.tickets.on_news = self._listener.notify_progress
 
     def add(self, request: Request) -> None:
         """Take a new request whose decode another engine does."""
@@ -166,7 +166,7 @@ class PrefillScheduler:
             if answers := ended.get(why):
                 stats.count("answers", len(answers), label=why.value.removesuffix(" answer"))
         for key, blocks in itertools.chain.from_iterable(ended.values()):
-            self._slots.release(self._slots_held.pop(key, ()))
+            self._slots.release_slots(self._slots_held.pop(key, ()))
             self.digests.forget(key)
             if manager is not None:
                 free_blocks(manager.block_pool, blocks)
@@ -192,7 +192,7 @@ class PrefillScheduler:
         self._shortened.discard(request.request_id)
         _, slots = self._staged.pop(request.request_id, (0, None))
         if remote is None or geometry is None or manager is None:
-            self._slots.release(slots or ())
+            self._slots.release_slots(slots or ())
             return None
         if slots is not None:
             self._slots_held[remote.lease_key] = slots
@@ -309,7 +309,7 @@ class PrefillScheduler:
                 continue
             preemptions, slots = self._staged.pop(request_id, (-1, None))
             if preemptions != request.num_preemptions and geometry is not None and manager is not None:
-                self._slots.release(slots or ())
+                self._slots.release_slots(slots or ())
                 tables = self._context.transfer_tables(manager.get_block_ids(request_id))
                 spans = tuple(live_spans(geometry, None, tables))
                 slots = self._take_slots(request_id, spans)
@@ -321,12 +321,12 @@ class PrefillScheduler:
     def _take_slots(self, request_id: str, spans: tuple[Span, ...]) -> tuple[Span, ...] | None:
         """Return slots for the blocks of a request; None if there is no room, so that it is not handed over."""
         try:
-            slots = self._slots.take(spans)
+            slots = self._slots.take_slots(spans)
         except RequestError as error:
             logger.warning("kvhma: request %s is not handed over: %s", request_id, error)
             return None
         if slots is None:
-            self._context.stats.count("unstaged")
+            self._context.stats.count("staging_full")
             peer_log.logger.warning(
                 "kvhma: request %s is not handed over: the blocks of others that decode engines have not read yet take "
                 "all of staging_blocks; its decode engine computes it itself",

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines send each other besides caches: parameters of a request, and messages of the side channel."""
+"""What engines send each other beside caches: parameters of a request, and messages of the side channel."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an engine asks the listener of another one: a question at a time over a connection, several connections."""
+"""How an engine asks the listener of another engine: one question at a time on a connection, several connections."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from kvhma.text import one_line
 from kvhma.vllm.wire.messages import (
     HEADER_BYTES,
     MAX_ANSWER_BYTES,
-    MAX_HELLO_BYTES,
+    MAX_IDENTITY_BYTES,
     MAX_PROGRESS_BYTES,
     MAX_QUESTION_BYTES,
     Answer,
-    AskHello,
+    AskWorkerIdentity,
     Done,
     EngineInfo,
     Follow,
     Leases,
     Progress,
     Question,
-    RankHello,
+    SignedWorkerIdentity,
     frame,
     frame_length,
     read_answer,
@@ -41,20 +41,20 @@ from kvhma.vllm.wire.sockets import keep_alive
 _CHUNK = 256 << 10
 _TLS_ALERT = b"\x15\x03"
 
-_MAX_BYTES: dict[type[Question], int] = {AskHello: MAX_HELLO_BYTES, Follow: MAX_PROGRESS_BYTES}
-"""Of the answers that are longer than others."""
+_MAX_BYTES: dict[type[Question], int] = {AskWorkerIdentity: MAX_IDENTITY_BYTES, Follow: MAX_PROGRESS_BYTES}
+"""The limits for answers that may be longer than the others."""
 
-AnswerT = TypeVar("AnswerT", EngineInfo, RankHello, Leases, Progress, Done)
+AnswerT = TypeVar("AnswerT", EngineInfo, SignedWorkerIdentity, Leases, Progress, Done)
 
 
 class Client:
-    """Asks one listener, a question at a time. It belongs to one thread at a time.
+    """Asks one listener, one question at a time. It belongs to one thread at a time.
 
     Attributes:
         waiting: whether a question has no answer yet.
-        context: with which it connected; None without a secret.
-        on_received: called with the bytes that are there of the answer to :meth:`ask`, whenever there are more; what it
-            raises is the answer then.
+        context: the TLS context of the connection; None without a secret.
+        on_received: called with the bytes received so far of the answer to :meth:`ask`, whenever there are more.
+            :meth:`ask` then raises what this raises.
     """
 
     def __init__(self, address: Address, timeout: float, secrets: Secrets) -> None:
@@ -63,11 +63,11 @@ class Client:
         Args:
             address: of the listener.
             timeout: seconds to wait for the connection, and for each whole answer.
-            secrets: of this engine. With one, the listener has to have it too.
+            secrets: of this engine. If it has a secret, the listener needs the same.
 
         Raises:
-            HandshakeError: not a numeric address, or only one side has a secret, or they differ.
-            HandshakeTimeoutError: nobody is there, or does not answer in time.
+            HandshakeError: the address is not numeric, only one side has a secret, or the secrets differ.
+            HandshakeTimeoutError: no listener is there, or it does not answer in time.
         """
         self._address = address
         self._timeout = timeout
@@ -95,14 +95,14 @@ class Client:
         self._socket.close()
 
     def fileno(self) -> int:
-        """Return the file descriptor that is readable when :meth:`poll` may have something new."""
+        """Return the file descriptor that is readable when :meth:`poll` may make progress."""
         return self._socket.fileno()
 
     def ask(self, question: Question, kind: type[AnswerT], *, deadline: float = math.inf) -> AnswerT:
-        """Ask and wait for an answer of a kind, to the deadline on the monotonic clock at most.
+        """Ask and wait for an answer of a kind, at most until the deadline on the monotonic clock.
 
         Raises:
-            HandshakeError: the listener has a problem with it, or its answer is another one.
+            HandshakeError: the listener refuses the question, or its answer is of another kind.
             HandshakeTimeoutError: no answer in time. The client cannot be used any more.
         """
         self.send(question)
@@ -110,7 +110,7 @@ class Client:
         return self.receive(kind)
 
     def send(self, question: Question) -> None:
-        """Ask without waiting. The answer has to be received before the next question.
+        """Ask without waiting. Receive the answer before the next question.
 
         Raises:
             HandshakeError: the question is too long.
@@ -120,28 +120,28 @@ class Client:
         if len(data) - HEADER_BYTES > MAX_QUESTION_BYTES:
             raise HandshakeError(f"a question has {len(data)} bytes, at most {MAX_QUESTION_BYTES} can be asked")
         if self._error is None and not self.idle():
-            self._attempt(self._read)  # nothing was asked: what comes is why the connection has ended
+            self._attempt(self._read)  # nothing was asked, so what comes says why the connection has ended
             self._error = self._error or HandshakeTimeoutError(f"{self._address} was asked and has not answered yet")
         if self._error is not None:
             raise self._error.with_traceback(None)
         self.waiting, self._asked = True, type(question).__name__
         self._unsent = memoryview(data)
         self._limit = _MAX_BYTES.get(type(question), MAX_ANSWER_BYTES)
-        patience = question.patience if isinstance(question, Follow) else 0.0
-        self._deadline = time.monotonic() + self._timeout + patience
+        max_wait = question.max_wait_seconds if isinstance(question, Follow) else 0.0
+        self._deadline = time.monotonic() + self._timeout + max_wait
         self._attempt(self._flush)
         if self._error is not None:
             raise self._error.with_traceback(None)
 
     def idle(self) -> bool:
-        """Return whether the next question can be asked: nothing is awaited, and the listener is still there."""
+        """Return whether the next question can be asked: no answer is missing, and the connection is open."""
         if self.waiting or self._error is not None:
             return False
-        # Nothing may come unasked; if something does, it is the end of the connection.
+        # Without a question only the end of the connection can come.
         return not _ready(self._socket, select.POLLIN, 0)
 
     def poll(self) -> bool:
-        """Return whether :meth:`receive` would not wait: a whole answer is here, or an error. Never waits itself."""
+        """Return whether a whole answer or an error is here, so that :meth:`receive` would not wait. Never waits."""
         if self._error is None and not self._complete():
             self._attempt(self._flush)
             self._attempt(self._read)
@@ -154,12 +154,12 @@ class Client:
         while not self.poll():
             events = select.POLLIN | (select.POLLOUT if self._unsent else 0)
             _ready(self._socket, events, self._deadline - time.monotonic())
-        answer = self._take()
+        answer = self._take_answer()
         if not isinstance(answer, kind):
             raise HandshakeError(f"{self._address} answers {self._asked} with {type(answer).__name__}")
         return answer
 
-    def _take(self) -> Answer:
+    def _take_answer(self) -> Answer:
         if self._error is not None:
             raise self._error.with_traceback(None)
         data, self._received = self._received, bytearray()
@@ -173,7 +173,7 @@ class Client:
     # --- bytes ---------------------------------------------------------------------------------------------
 
     def _attempt(self, what: Callable[[], None]) -> None:
-        """Send or read what can be without waiting; what goes wrong is the answer."""
+        """Send or read without waiting; an error becomes the answer."""
         try:
             what()
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -198,7 +198,7 @@ class Client:
                 self.on_received(len(self._received))
 
     def _check_received(self) -> None:
-        """Refuse what is no beginning of one answer, before more of it is stored."""
+        """Refuse bytes that do not begin an answer, before more are stored."""
         if self.context is None and self._received.startswith(_TLS_ALERT):
             raise HandshakeError(
                 f"{self._address} has a secret and this engine has none: set secret_file or KVHMA_SECRET here too"
@@ -241,7 +241,7 @@ class Client:
             raise
 
     def _wrap(self, opened: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
-        """Open TLS, within the time that is left."""
+        """Open TLS within the remaining time."""
         wrapped = context.wrap_socket(opened, do_handshake_on_connect=False)
         try:
             while True:
@@ -260,7 +260,7 @@ class Client:
             raise
 
     def _failure(self, error: OSError) -> HandshakeError:
-        """Return what an error of the connection means."""
+        """Return the error to raise for an error of the connection."""
         reason = getattr(error, "reason", None) or ""
         if "CERTIFICATE" in reason or "UNKNOWN_CA" in reason:
             return HandshakeError(
@@ -275,12 +275,12 @@ class Client:
 
 
 class ClientPool:
-    """Clients of one listener that are connected already: a new connection takes several times as long to answer."""
+    """Connected clients of one listener. A new connection takes several times as long to answer."""
 
     _KEPT = 4
 
     def __init__(self, address: Address, timeout: float, secrets: Secrets) -> None:
-        """Start without any; arguments as for :class:`Client`."""
+        """Start without clients; arguments as for :class:`Client`."""
         self._address = address
         self._timeout = timeout
         self._secrets = secrets
@@ -288,16 +288,16 @@ class ClientPool:
         self._closed = False
         self._lock = threading.Lock()
 
-    def take(self) -> Client:
-        """Return a client that is not used elsewhere until it is given back; connect, if there is none.
+    def take_client(self) -> Client:
+        """Return a client for one thread, until :meth:`release_client`; connect if no client is idle.
 
         Raises:
-            HandshakeError: it cannot be connected, see :class:`Client`.
+            HandshakeError: the connection fails, see :class:`Client`.
         """
-        return self.take_idle() or Client(self._address, self._timeout, self._secrets)
+        return self.take_idle_client() or Client(self._address, self._timeout, self._secrets)
 
-    def take_idle(self) -> Client | None:
-        """Return a client that is connected, None if there is none. Never waits."""
+    def take_idle_client(self) -> Client | None:
+        """Return a connected client, or None if no client is idle. Never waits."""
         while True:
             with self._lock:
                 if not self._idle:
@@ -307,8 +307,8 @@ class ClientPool:
                 return client
             client.close()
 
-    def release(self, client: Client) -> None:
-        """Keep a client for the next question, unless it still waits for an answer."""
+    def release_client(self, client: Client) -> None:
+        """Return a client to the pool, unless it still waits for an answer."""
         with self._lock:
             if client.idle() and not self._closed and len(self._idle) < self._KEPT:
                 self._idle.append(client)
@@ -316,7 +316,7 @@ class ClientPool:
         client.close()
 
     def close(self) -> None:
-        """Disconnect all."""
+        """Disconnect all idle clients."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []

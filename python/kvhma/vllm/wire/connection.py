@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One connection of a listener: bytes to questions, answers to bytes, within bounds. It never waits.
+"""One connection of a listener: bytes to questions, answers to bytes, within limits. It never waits.
 
-    opening --- six bytes say whether it is TLS --- handshake --- receiving <---> answering
+    opening --- six bytes tell whether it is TLS --- handshake --- receiving <---> answering
                                                                       |             |
                                                                       '-> waiting --'
 
-There is one question at a time: until its answer was taken, nothing else is read. One whose answer is not known yet
-waits for it.
+It handles one question at a time: it reads nothing else until the peer has taken the answer. A question whose answer
+is not known yet waits.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.sockets import keep_alive
 
 HANDSHAKE_SECONDS = 5.0
-"""For TLS once it was begun, and until the first byte of it."""
+"""For TLS, from the accepted connection to the end of TLS's handshake."""
 
 QUESTION_SECONDS = 5.0
-"""For the rest of a question, from its first byte on."""
+"""For a question, from its first byte on."""
 
 ANSWER_SECONDS = 30.0
-"""For taking an answer; those with a hello may have megabytes."""
+"""For taking an answer. A worker identity may have megabytes."""
 
 IDLE_SECONDS = 120.0
 
@@ -48,7 +48,7 @@ _FIRST_CHUNK = 4 << 10
 _CHUNK = 64 << 10
 _OPENING_BYTES = 6
 
-_ONLY_HERE = "this engine has a secret, and the question came without: set secret_file or KVHMA_SECRET there too"
+_ONLY_HERE = "this engine has a secret, and the question came without it: set secret_file or KVHMA_SECRET there too"
 _ONLY_THERE = "this engine has no secret: set secret_file or KVHMA_SECRET here too"
 
 
@@ -56,16 +56,16 @@ class Later(NamedTuple):
     """There is no answer yet.
 
     Attributes:
-        about: what it waits for news of.
-        seconds: after which it is asked for again if there are none.
+        ticket: the ticket whose progress the answer waits for.
+        seconds: after this time the answer is asked for again.
     """
 
-    about: bytes
+    ticket: bytes
     seconds: float
 
 
 Answering = Callable[[memoryview, float], "Answer | Later"]
-"""Takes the bytes of a question, and how many seconds ago it came. Raises nothing."""
+"""Takes the bytes of a question, and how many seconds ago it came. Must not raise."""
 
 
 class Connection:
@@ -73,15 +73,15 @@ class Connection:
 
     Attributes:
         host: the peer's numeric address.
-        waits_for: what its question waits for news of; None while it has none that waits.
+        waits_for: the ticket whose progress its question waits for; None while no question waits.
         events: of :mod:`selectors`, that it waits for.
-        answered: questions that were.
-        deadline: when it is closed if nothing comes, on the monotonic clock; while it waits for an answer, when that
-            has to be given.
+        answered: number of answered questions.
+        deadline: when the listener closes it if nothing comes, on the monotonic clock. While a question waits: when it
+            has to be answered.
     """
 
     def __init__(self, accepted: socket.socket, host: str, secrets: Secrets, answer: Answering) -> None:
-        """Take an accepted connection; `answer` is asked for that to each question."""
+        """Take an accepted connection; call `answer` for each question."""
         self.socket = accepted
         self.host = host
         self.waits_for: bytes | None = None
@@ -89,13 +89,13 @@ class Connection:
         self.answered = 0
         self._secrets = secrets
         self._answer = answer
-        # Not bound to this connection: a circle of references would keep its bytes after its end.
+        # Not bound to this connection: a reference cycle would hold its bytes after its end.
         self._advance: Callable[[Connection], None] = Connection._open
         self._received = bytearray()
         self._unsent = memoryview(b"")
         self._refused = ""
         self._question: tuple[memoryview, float] | None = None
-        """One that waits for its answer, and when it came."""
+        """The question that waits for its answer, and when it came."""
         self._certificate: bytes | None = None
         self.deadline = time.monotonic() + (HANDSHAKE_SECONDS if secrets.enabled else IDLE_SECONDS)
         accepted.setblocking(False)
@@ -103,17 +103,17 @@ class Connection:
 
     @property
     def received(self) -> int:
-        """Bytes of an unfinished question."""
+        """Bytes of an incomplete question."""
         return len(self._received)
 
     @property
     def waits_for_peer(self) -> bool:
-        """Whether the peer has begun something and not ended it: to connect, a question, or to take an answer."""
+        """Whether the peer has begun to connect, to ask or to take an answer, and is not done."""
         return self._question is None and (self._advance is not Connection._receive or bool(self._received))
 
     @property
     def unsent(self) -> int:
-        """Bytes of an answer that was not taken yet."""
+        """Bytes of an answer that the peer has not taken yet."""
         return len(self._unsent)
 
     def fileno(self) -> int:
@@ -124,7 +124,7 @@ class Connection:
         """Do what can be done now.
 
         Raises:
-            ConnectionEnded: it is to be closed.
+            ConnectionEnded: the listener is to close it.
             OSError: it has ended.
         """
         try:
@@ -135,12 +135,12 @@ class Connection:
             self.events = selectors.EVENT_WRITE
 
     def _open(self) -> None:
-        """Look at the first bytes: each side has a secret, or none has."""
+        """Look at the first bytes: both sides need a secret, or neither has one."""
         first = self.socket.recv(_OPENING_BYTES, socket.MSG_PEEK)
         if not first:
             raise ConnectionEnded
-        # A handshake record with a ClientHello. A question's fourth byte is of its length, at most 0x10, its fifth
-        # begins a map and its sixth a text.
+        # TLS begins with a handshake record. In a question, byte 4 is part of the length, at most 0x10; byte 5 begins a
+        # map and byte 6 a text.
         whole = len(first) == _OPENING_BYTES
         tls = b"\x16\x03".startswith(first[:2]) and (not whole or first[5] == 1)
         context = self._secrets.server_context()
@@ -167,9 +167,7 @@ class Connection:
         except ssl.SSLEOFError as error:
             raise ConnectionEnded from error
         except ssl.SSLError as error:
-            logger.warning(
-                "kvhma: %s was refused, its secret is another one or it has none: %s", self.host, error.reason
-            )
+            logger.warning("kvhma: refused %s, which has another secret or none: %s", self.host, error.reason)
             raise ConnectionEnded("secret") from error
         self._certificate = self.socket.getpeercert(True)
         self.deadline = time.monotonic() + IDLE_SECONDS
@@ -199,20 +197,20 @@ class Connection:
             if len(received) == HEADER_BYTES + length:
                 break
         if self._certificate is not None and not self._secrets.accepts(self._certificate):
-            raise ConnectionEnded("secret")  # it was let in by one that was taken back since
+            raise ConnectionEnded("secret")  # its secret was removed meanwhile
         self._received = bytearray()
         self._question = memoryview(received)[HEADER_BYTES:], time.monotonic()
         self._advance = Connection._wait
         self.answer_waiting()
 
     def answer_waiting(self) -> None:
-        """Answer the question that waits, if it has an answer by now; raises as :meth:`advance`."""
+        """Answer the waiting question if its answer is known by now; raises as :meth:`advance`."""
         if self._question is None:
             return
         question, came = self._question
         answer = self._answer(question, time.monotonic() - came)
         if isinstance(answer, Later):
-            self.waits_for = answer.about
+            self.waits_for = answer.ticket
             self.events = selectors.EVENT_READ
             self.deadline = time.monotonic() + answer.seconds
             return
@@ -220,18 +218,18 @@ class Connection:
         self._send(answer)
 
     def _wait(self) -> None:
-        """Something came while a question waits: the end of the connection, or another one."""
+        """Something came while a question waits: the end of the connection, or another question."""
         if not self.socket.recv(1):
             raise ConnectionEnded
         self._question = self.waits_for = None
         self._refuse("message", "it asks before it was answered", "one question at a time")
 
     def _pending(self) -> bool:
-        """Return whether TLS has more than was read; the file descriptor would not say so."""
+        """Return whether TLS has buffered more than was read, which the file descriptor does not show."""
         return isinstance(self.socket, ssl.SSLSocket) and bool(self.socket.pending())
 
     def _refuse(self, reason: str, log: str, text: str) -> None:
-        logger.warning("kvhma: %s was refused: %s", self.host, log)
+        logger.warning("kvhma: refused %s: %s", self.host, log)
         self._received = bytearray()
         self._refused = reason
         self._send(Problem(text))
@@ -253,7 +251,7 @@ class Connection:
         self._unsent = memoryview(b"")
         self.answered += 1
         if self._refused:
-            # What was not read would take the answer back.
+            # Closing with unread bytes would reset the connection before the peer reads the answer.
             with contextlib.suppress(OSError):
                 self.socket.recv(_CHUNK)
             raise ConnectionEnded(self._refused)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connections of a listener, the one loop that serves them, and their bounds."""
+"""The connections of a listener, the loop that serves them, and their limits."""
 
 from __future__ import annotations
 
@@ -21,34 +21,35 @@ from kvhma.vllm.wire.peer_log import logger
 from kvhma.vllm.wire.secrets import Secrets
 
 MAX_CONNECTIONS = 4096
-"""Beyond it, and beyond a quarter of the descriptors that the process may have, the idlest has to go."""
+"""Beyond it, and beyond a quarter of the process's file descriptors, the listener closes the idlest connection."""
 
 MAX_QUESTIONS_BYTES = 64 << 20
 MAX_ANSWERS_BYTES = 256 << 20
-"""Of unfinished questions, and of answers that were not taken yet, over all connections."""
+"""Of incomplete questions, and of answers that peers have not taken yet, over all connections."""
 
 _ACCEPTS = 64
-"""Connections that are accepted before those that are there get their turn."""
+"""Connections that are accepted in a row before open connections get their turn."""
 
 _SWEEP_SECONDS = 1.0
-"""How often it is looked for connections whose time is up, and how long nothing is accepted after an error."""
+"""How often the listener closes late connections, and how long it accepts nothing after an error."""
 
-_STRANGERS_SECONDS = 0.01
-"""Processor time for connections that were never answered, after which none is accepted for as long: whoever opens them
-without end has half of a core, not all of it and Python's lock as often. They wait in the kernel."""
+_UNKNOWN_PEERS_SECONDS = 0.01
+"""CPU time for connections that were never answered. After that the listener accepts nothing for as long.
+
+So unknown peers that connect without end get half of a core, and wait in the kernel."""
 
 _DRAIN = 4096
 _WAKEUP = object()
-"""Marks the socket by which the loop is woken up."""
+"""Marks the socket that wakes the loop."""
 
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class _Group(NamedTuple):
-    """Connections that are alike when one has to go.
+    """Connections that are equal when the listener has to close one.
 
     Attributes:
-        answered: whether they have been answered.
+        answered: whether they have had an answer.
         network: where they come from.
     """
 
@@ -57,7 +58,7 @@ class _Group(NamedTuple):
 
 
 class Connections:
-    """The connections of a listener, the one loop that serves them, and their bounds. It belongs to one thread."""
+    """The connections of a listener, the loop that serves them, and their limits. It belongs to one thread."""
 
     def __init__(
         self,
@@ -66,42 +67,42 @@ class Connections:
         answer: Answering,
         counters: Counters,
     ) -> None:
-        """Take what listens; see :class:`Connection` for `answer`."""
+        """Take the listening socket; see :class:`Connection` for `answer`."""
         self._listening = listening
         self._counters = counters
         self._secrets = secrets
         self._answer = answer
         self._groups: dict[_Group, OrderedDict[Connection, None]] = {}
-        """Connections of each group, the one that was not answered for longest first."""
+        """Connections of each group, the longest without an answer first."""
         self._group_of: dict[Connection, _Group] = {}
         self._waiting: dict[bytes, dict[Connection, None]] = {}
-        """Connections whose question waits for its answer, by what it waits for news of."""
+        """Connections whose question waits for progress of a ticket, by ticket."""
         self._waits_for: dict[Connection, bytes] = {}
         self._limit = max(1, min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self._questions = _Budget(MAX_QUESTIONS_BYTES)
         self._answers = _Budget(MAX_ANSWERS_BYTES)
         self._wakeup: socket.socket
-        self._news: deque[bytes] = deque()
+        self._progressed: deque[bytes] = deque()
         self._accepting = False
         self._accept_at = self._swept = time.monotonic()
-        self._spent_on_strangers = 0.0
-        """Processor seconds since the last rest."""
+        self._spent_on_unknown_peers = 0.0
+        """CPU seconds since the listener last accepted nothing."""
         self._selector = selectors.DefaultSelector()
         self._accept_again()
 
-    def register(self, wakeup: socket.socket, news: deque[bytes]) -> None:
-        """Return from :meth:`serve` when a socket is readable, too; questions that wait for the `news` are answered."""
-        self._wakeup, self._news = wakeup, news
+    def register(self, wakeup: socket.socket, progressed: deque[bytes]) -> None:
+        """Have a socket wake :meth:`serve`, which then answers questions about the tickets in `progressed`."""
+        self._wakeup, self._progressed = wakeup, progressed
         self._selector.register(wakeup, selectors.EVENT_READ, _WAKEUP)
 
     def close(self) -> None:
-        """Close them all."""
+        """Close all connections."""
         for connection in self._all():
-            self._drop(connection)
+            self._close_connection(connection)
         self._selector.close()
 
     def serve(self) -> None:
-        """Wait for what comes, a moment at most, and serve it."""
+        """Wait for events, for a moment at most, and serve them."""
         until_accept = _SWEEP_SECONDS if self._accepting else max(0.0, self._accept_at - time.monotonic())
         for key, _ in self._selector.select(min(_SWEEP_SECONDS, until_accept)):
             group, started = self._group_of.get(key.data), time.thread_time()
@@ -112,31 +113,31 @@ class Connections:
             elif group is not None:
                 self._advance(key.data, key.data.advance)
             if group is None or not group.answered:
-                self._spent_on_strangers += time.thread_time() - started
-        if self._accepting and self._spent_on_strangers > _STRANGERS_SECONDS:
-            self._rest(self._spent_on_strangers)
+                self._spent_on_unknown_peers += time.thread_time() - started
+        if self._accepting and self._spent_on_unknown_peers > _UNKNOWN_PEERS_SECONDS:
+            self._rest(self._spent_on_unknown_peers)
         if time.monotonic() - self._swept > _SWEEP_SECONDS:
             self._sweep()
         if not self._accepting and time.monotonic() >= self._accept_at:
             self._accept_again()
 
     def _rest(self, seconds: float) -> None:
-        """Accept nothing for so long."""
+        """Accept nothing for some seconds."""
         self._selector.unregister(self._listening)
         self._accepting = False
         self._accept_at = time.monotonic() + seconds
-        self._spent_on_strangers = 0.0
+        self._spent_on_unknown_peers = 0.0
 
     def _answer_waiting(self) -> None:
-        """Answer what waits for news."""
+        """Answer questions about tickets with progress."""
         with contextlib.suppress(BlockingIOError):
             self._wakeup.recv(_DRAIN)
-        about = set()
+        tickets = set()
         with contextlib.suppress(IndexError):
             while True:
-                about.add(self._news.popleft())
-        for one in about:
-            for connection in list(self._waiting.get(one, ())):
+                tickets.add(self._progressed.popleft())
+        for ticket in tickets:
+            for connection in list(self._waiting.get(ticket, ())):
                 if connection in self._waits_for:
                     self._advance(connection, connection.answer_waiting)
 
@@ -145,14 +146,14 @@ class Connections:
         try:
             what()
         except ConnectionEnded as ended:
-            self._drop(connection, ended.refused)
+            self._close_connection(connection, ended.refused)
             return
         except OSError:
-            self._drop(connection)
+            self._close_connection(connection)
             return
         except BaseException:  # it ends this connection and no other one
             logger.exception("kvhma: a connection of the side channel failed")
-            self._drop(connection, "error")
+            self._close_connection(connection, "error")
             return
         self._note_waiting(connection, connection.waits_for)
         if connection.answered != answered:
@@ -161,20 +162,23 @@ class Connections:
         if connection.events != events:
             self._selector.modify(connection.fileno(), connection.events, connection)
         for budget, stored in ((self._questions, connection.received), (self._answers, connection.unsent)):
-            for largest in budget.note(connection, stored):
-                logger.warning("kvhma: %s is cut off: it sends too much, or does not take its answers", largest.host)
-                self._drop(largest, "room")
+            for largest in budget.note_stored(connection, stored):
+                logger.warning(
+                    "kvhma: closing the connection from %s, which sends too much or does not take its answers",
+                    largest.host,
+                )
+                self._close_connection(largest, "room")
 
-    def _note_waiting(self, connection: Connection, about: bytes | None) -> None:
-        """Take note of what a connection waits for news of; None for nothing."""
+    def _note_waiting(self, connection: Connection, ticket: bytes | None) -> None:
+        """Note the ticket whose progress a connection waits for; None if it does not wait."""
         before = self._waits_for.pop(connection, None)
         if before is not None:
             del self._waiting[before][connection]
             if not self._waiting[before]:
                 del self._waiting[before]
-        if about is not None:
-            self._waits_for[connection] = about
-            self._waiting.setdefault(about, {})[connection] = None
+        if ticket is not None:
+            self._waits_for[connection] = ticket
+            self._waiting.setdefault(ticket, {})[connection] = None
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS):
@@ -184,26 +188,26 @@ class Connections:
                 return
             except OSError as error:
                 if error.errno in _NO_ROOM:
-                    # It would be tried again at once, and fail again.
+                    # An immediate retry would fail again.
                     logger.warning("kvhma: no room for another connection: %s", error)
                     self._rest(_SWEEP_SECONDS)
                 return
             try:
-                self._add(Connection(accepted, host, self._secrets, self._answer))
+                self._add_connection(Connection(accepted, host, self._secrets, self._answer))
             except BaseException:  # it ends this connection and no other one
                 logger.exception("kvhma: a connection to the side channel failed")
                 accepted.close()
 
-    def _add(self, connection: Connection) -> None:
+    def _add_connection(self, connection: Connection) -> None:
         if len(self._group_of) >= self._limit:
-            idlest, most = self._choose_idlest()
+            idlest, group_size = self._choose_idlest()
             logger.warning(
-                "kvhma: %d connections to the side channel; %s has %d and loses one",
+                "kvhma: %d connections to the side channel; closing the idlest of %d connections from %s",
                 len(self._group_of),
+                group_size,
                 idlest.host,
-                most,
             )
-            self._drop(idlest, "room")
+            self._close_connection(idlest, "room")
         self._selector.register(connection.fileno(), selectors.EVENT_READ, connection)
         self._enter_group(connection, answered=False)
 
@@ -218,40 +222,41 @@ class Connections:
             del self._groups[group]
 
     def _choose_idlest(self) -> tuple[Connection, int]:
-        """Return the connection that has to go, and how many its group has.
+        """Return the connection to close, and the size of its group.
 
-        It is of those that were answered, or of those that were not yet, whichever are more: a stranger without the
-        secret is never answered, so from however many hosts it connects, it takes nothing from engines.
+        It comes from the answered or from the unanswered connections, whichever are more. An unknown peer without the
+        secret never gets an answer. So it takes nothing from engines, from however many hosts it connects.
         """
-        answered = sum(len(of) for group, of in self._groups.items() if group.answered)
-        more = answered > len(self._group_of) // 2
-        most = max((of for group, of in self._groups.items() if group.answered is more), key=len)
-        return next(iter(most)), len(most)
+        answered = sum(len(connections) for group, connections in self._groups.items() if group.answered)
+        of_answered = answered > len(self._group_of) // 2
+        groups = (connections for group, connections in self._groups.items() if group.answered is of_answered)
+        largest = max(groups, key=len)
+        return next(iter(largest)), len(largest)
 
     def _accept_again(self) -> None:
         self._selector.register(self._listening, selectors.EVENT_READ)
         self._accepting = True
 
     def _sweep(self) -> None:
-        """Close the connections whose time is up."""
+        """Close the connections that are past their deadline."""
         self._swept = now = time.monotonic()
         for connection in list(self._waits_for):
             if connection.deadline < now:
                 self._advance(connection, connection.answer_waiting)
         for connection in self._all():
             if connection.deadline < now:
-                self._drop(connection, "time" if connection.waits_for_peer else "")
+                self._close_connection(connection, "time" if connection.waits_for_peer else "")
 
     def _all(self) -> list[Connection]:
         return list(self._group_of)
 
-    def _drop(self, connection: Connection, refused: str = "") -> None:
+    def _close_connection(self, connection: Connection, refused: str = "") -> None:
         if refused:
             self._counters.count("side_channel_refused", label=refused)
         self._note_waiting(connection, None)
         self._leave_group(connection)
-        self._questions.note(connection, 0)
-        self._answers.note(connection, 0)
+        self._questions.note_stored(connection, 0)
+        self._answers.note_stored(connection, 0)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.fileno())
         with contextlib.suppress(OSError):
@@ -266,8 +271,8 @@ class _Budget:
         self._stored: dict[Connection, int] = {}
         self._sum = 0
 
-    def note(self, connection: Connection, stored: int) -> list[Connection]:
-        """Note what a connection has stored; return which ones have to go, the largest ones."""
+    def note_stored(self, connection: Connection, stored: int) -> list[Connection]:
+        """Note the bytes that a connection has stored; return the largest connections, which are to be closed."""
         if not stored and connection not in self._stored:
             return []
         self._sum += stored - self._stored.pop(connection, 0)
@@ -279,7 +284,7 @@ class _Budget:
 
 
 def _network(host: str) -> str:
-    """Return what of an address its owner did not choose: a host of IPv6 has a whole /64."""
+    """Return the part of an address that its owner cannot choose: a host of IPv6 has a whole /64."""
     numeric = ipaddress.ip_address(host.partition("%")[0])
     if numeric.version == 4 or numeric.ipv4_mapped:
         return host

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """P's lease board: registered memory in which decode workers see for themselves what P holds.
 
-P's scheduler writes a mark for each request that it keeps, and takes it away before the blocks can be freed. A decode
-worker reads the board as it reads caches, once its read has ended. A mark that is there then was there all the time,
-since no two requests have the same one; so the blocks were held, whatever the clocks of both say, and nobody at P had
-to answer. A mark that is not there says nothing: P is asked then.
+P's scheduler writes a mark for each request that it holds, and removes the mark before the blocks can be freed. Once
+its read has ended, a decode worker reads the board as it reads caches. No two requests have the same mark. So a mark
+that is on the board then was there during the whole read: P held the blocks. This needs no clocks and no answer of P.
+If the mark is missing, D asks P.
 
-The memory is of P's worker, which has the NIXL agent; the scheduler writes to it through the worker's file. Where it
-cannot, in another container or on another host, the board is never opened, and P is asked::
+The memory belongs to P's worker, which has the NIXL agent; the scheduler writes to it through the worker's file. In
+another container or on another host the scheduler cannot open that file. Then D asks P::
 
-     0  16 bytes  random, by which the scheduler knows its worker's file
+     0  16 bytes  random, identifies the worker's file
     16  16 bytes  OPENED, once the scheduler writes here
     32  16 bytes  mark of a request, or zeros
     ..            to BOARD_BYTES
@@ -29,7 +29,7 @@ from kvhma.geometry import Region
 from kvhma.vllm.wire.params import LeaseKey
 
 BOARD_BYTES = 16 << 10
-"""Bytes of a board: 1,022 requests. More than that are asked about."""
+"""Bytes of a board: 1,022 requests. D asks P about any others."""
 
 MARK_BYTES = 16
 OPENED = b"kvhma leases 1\0\0"
@@ -43,7 +43,7 @@ class BoardFile:
 
     Attributes:
         path: of the worker's file.
-        cookie: random bytes that it begins with: elsewhere this path has other files.
+        cookie: random bytes at the start of the file. On another host the same path is another file.
     """
 
     path: str
@@ -51,7 +51,7 @@ class BoardFile:
 
 
 class LeaseBoard:
-    """The board of a worker: a file without a name, which ends with the processes that have it open.
+    """The board of a worker: a file without a name, which exists while a process has it open.
 
     Attributes:
         region: its memory, to be registered.
@@ -59,10 +59,10 @@ class LeaseBoard:
     """
 
     def __init__(self) -> None:
-        """Make it, empty.
+        """Make an empty board.
 
         Raises:
-            OSError: this machine has no such files.
+            OSError: this machine does not support such files.
         """
         self._file = os.fdopen(os.memfd_create("kvhma-leases"), "r+b")
         self._file.truncate(BOARD_BYTES)
@@ -73,16 +73,16 @@ class LeaseBoard:
         self.file = BoardFile(f"/proc/{os.getpid()}/fd/{self._file.fileno()}", cookie)
 
     def close(self) -> None:
-        """Close the file; a second call does nothing. The memory stays as long as somebody has this object."""
+        """Close the file; a second call does nothing. The memory stays as long as this object exists."""
         self._file.close()
 
 
 def mark_of(key: LeaseKey, digest: bytes) -> bytes:
-    """Return the mark of a request that P keeps.
+    """Return the mark of a request that P holds.
 
     Args:
         key: names it.
-        digest: of the parameters that were handed out for it: who was given others finds no mark.
+        digest: of the parameters that P handed out for it. A reader with other parameters finds no mark.
 
     Returns:
         16 bytes.

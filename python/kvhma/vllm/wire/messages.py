@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages that engines exchange besides caches. A listener in each engine's scheduler answers questions.
+"""The messages that engines exchange beside caches. A listener in each engine's scheduler answers questions.
 
 Every message is one msgpack value in a frame, checked against its type and bounded when it is read::
 
     | length: u32, little-endian | msgpack, `length` bytes |
 
-The length is looked at before any byte behind it is stored. Tags and field names of the structs go over the wire; where
-one has another name here, `rename` says so.
+The reader checks the length before it stores any byte after it. Tags and field names of the structs go over the wire.
+Where a field has another name in Python, the struct has `rename`.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ PROTOCOL = 4
 
 MAX_QUESTION_BYTES = 1 << 20
 MAX_ANSWER_BYTES = 1 << 20
-MAX_HELLO_BYTES = MAX_HANDSHAKE_BYTES + 4096
-"""Bytes of the message in a frame at most; an answer with a hello is larger than the others."""
+MAX_IDENTITY_BYTES = MAX_HANDSHAKE_BYTES + 4096
+"""Most bytes of a message in a frame. An answer with a worker identity is larger than the others."""
 
 MAX_CLAIMS = 480
-"""Claims in one message: they fit one question whatever the names of their requests are."""
+"""Most claims in one message: they fit one question with names of any length."""
 
 MAX_CONTENT_BYTES = 256 << 10
 MAX_CONTENTS_BYTES = 512 << 10
-"""Of a digest of what blocks hold, and of those in one answer; the others come with the next one."""
+"""Most bytes of a digest of blocks, and of all digests in one answer. The others come with the next answer."""
 
 MAX_TEXT = 4096
-"""Characters of a text."""
+"""Most characters of a text."""
 
 MAX_PROGRESS_BYTES = 32 << 20
-"""Of an answer with the parameters of a request: a million tokens in blocks of one, wherever they lie."""
+"""Of an answer with the parameters of a request: a million tokens in scattered blocks of one token."""
 
 MAX_IDS_TEXT = 16 << 20
-"""Characters of block ids of a group."""
+"""Most characters of block ids of a group."""
 
-MAX_PATIENCE = 60.0
-"""Seconds that an answer may be waited for."""
+MAX_WAIT_SECONDS = 60.0
+"""Longest time that a question may wait for its answer."""
 
 NONCE_BYTES = 16
-"""Of the random number of a question; what signs or proves the answer covers it, so that no answer can be repeated."""
+"""Of the random number of a question. Signatures and proofs cover it, so an answer cannot be replayed."""
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 RandomId = Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
@@ -70,13 +70,13 @@ WireClaim = tuple[Name, RandomId, RandomId, Digest]
 
 
 class AskEngineInfo(msgspec.Struct, tag="roster", frozen=True):
-    """Which engine are you?"""
+    """Which engine is this?"""
 
     protocol: int
 
 
-class AskHello(msgspec.Struct, tag="hello", frozen=True):
-    """What is this worker's hello, see :mod:`kvhma.nixl.handshake`? The answer is signed for this nonce."""
+class AskWorkerIdentity(msgspec.Struct, tag="hello", frozen=True):
+    """What is the identity of this worker, see :mod:`kvhma.nixl.handshake`? The answer is signed for this nonce."""
 
     pp_rank: Rank
     tp_rank: Rank
@@ -86,31 +86,31 @@ class AskHello(msgspec.Struct, tag="hello", frozen=True):
 class Renew(msgspec.Struct, tag="renew", frozen=True, omit_defaults=True):
     """We read, or are about to read, the blocks of these requests; do you hold them for us?
 
-    With `reader_key`, see :mod:`kvhma.vllm.wire.proofs`, the answer is proved for this nonce.
+    With `reader_key` the answer has a proof for this nonce, see :mod:`kvhma.vllm.wire.proofs`.
     """
 
     claims: Annotated[list[WireClaim], msgspec.Meta(max_length=MAX_CLAIMS)]
     reader_key: Key | None = None
     nonce: Nonce = bytes(NONCE_BYTES)
     contents: bool = False
-    """And what are the digests of what the blocks hold?"""
+    """Whether the answer should have the digests of the blocks."""
 
 
 class Outcome(enum.Enum):
     """Why a reader releases its claim."""
 
     READ = "read"
-    """It has read the blocks, or its request was aborted; no other reader is known."""
+    """It has read the blocks, or its request was aborted. No other reader is known."""
 
     READ_SHARED = "read by sibling"
-    """The same, and other requests with the same parameters, for example samples of one prompt, may still come."""
+    """As `READ`, but other requests with the same parameters may still come, for example samples of one prompt."""
 
     UNREAD = "unread"
-    """It could not read the blocks. Another engine may be given the same parameters."""
+    """It could not read the blocks. A proxy may give the same parameters to another engine."""
 
 
 class Release(msgspec.Struct, tag="release", frozen=True):
-    """We do not need the blocks of these requests any more, and this is why."""
+    """We do not need the blocks of these requests any more; `outcome` is the reason."""
 
     claims: Annotated[list[WireClaim], msgspec.Meta(max_length=MAX_CLAIMS)]
     outcome: Outcome
@@ -119,8 +119,8 @@ class Release(msgspec.Struct, tag="release", frozen=True):
 class Finish(msgspec.Struct, tag="finish", frozen=True, omit_defaults=True):
     """We have read the blocks of these requests; did you hold them for us? If so, we do not need them any more.
 
-    It is `Renew` and `Release` in one, for a reader that is alone in its engine. An outcome for each claim; those that
-    are not held are not released.
+    `Renew` and `Release` in one, for an engine with one reader. It has an outcome for each claim. It does not release
+    claims whose blocks are not held.
     """
 
     claims: Annotated[list[WireClaim], msgspec.Meta(max_length=MAX_CLAIMS)]
@@ -129,22 +129,22 @@ class Finish(msgspec.Struct, tag="finish", frozen=True, omit_defaults=True):
     nonce: Nonce = bytes(NONCE_BYTES)
 
 
-class Follow(msgspec.Struct, tag="follow", frozen=True):
-    """How far is the request of this ticket? The answer comes when there is more to say than was seen.
+class Follow(msgspec.Struct, tag="follow", frozen=True, rename={"max_wait_seconds": "patience"}):
+    """How far is the request of this ticket? The answer comes when the request has a newer version than `seen`.
 
     Attributes:
-        ticket: that a proxy has drawn for both of us.
-        seen: version of the last answer; 0 for none.
+        ticket: a proxy has drawn it for both engines.
+        seen: version of the last answer; 0 before the first.
         epoch: of the last answer that named blocks.
-        tokens: whose blocks it named, or earlier ones of this epoch.
-        patience: seconds after which the answer comes in any case.
+        tokens: number of tokens whose blocks the answers of this epoch have named.
+        max_wait_seconds: after this time the answer comes in any case.
     """
 
     ticket: Ticket
     seen: Version
     epoch: Version
     tokens: Tokens
-    patience: Annotated[float, msgspec.Meta(ge=0, le=MAX_PATIENCE)]
+    max_wait_seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_SECONDS)]
 
 
 class Unfollow(msgspec.Struct, tag="unfollow", frozen=True):
@@ -154,27 +154,27 @@ class Unfollow(msgspec.Struct, tag="unfollow", frozen=True):
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """We cannot read your caches, and this is why. Both logs should say it."""
+    """We cannot read your caches; `text` is the reason. Both engines log it."""
 
     engine_id: Name
     text: Text
 
 
 class EngineInfo(msgspec.Struct, tag="roster", frozen=True, omit_defaults=True, rename={"incarnation_id": "instance"}):
-    """Which engine listens here, the pipeline and tensor ranks of its workers, and where it tells others to come."""
+    """Which engine listens here, the pipeline and tensor ranks of its workers, and the address it advertises."""
 
     protocol: int
     engine_id: Name
     incarnation_id: RandomId
     ranks: Annotated[list[tuple[Rank, Rank]], msgspec.Meta(max_length=4096)]
     advertised: tuple[Name, Port] | None = None
-    """Host and port; older engines do not say."""
+    """Host and port; None from older engines."""
 
 
-class RankHello(msgspec.Struct, tag="hello", frozen=True):
+class SignedWorkerIdentity(msgspec.Struct, tag="hello", frozen=True):
     """A worker's message of :mod:`kvhma.nixl.handshake`, and its engine's key for proofs.
 
-    Both are signed by the key that the worker's name stands for.
+    The signature covers both. Its key is the one that the worker's name is derived from.
     """
 
     data: Annotated[bytes, msgspec.Meta(max_length=MAX_HANDSHAKE_BYTES)]
@@ -186,25 +186,25 @@ class LeaseState(enum.Enum):
     """What P says of a claim."""
 
     HELD = "held"
-    """The blocks are held for this reader, and were until now since its first claim."""
+    """P holds the blocks for this reader, and has held them since its first claim."""
 
     ENDED = "ended"
-    """They are not held any more, or never were."""
+    """P does not hold them any more, or never did."""
 
     OTHER = "other"
-    """The digest is not that of the parameters that were handed out for these blocks."""
+    """The digest does not match the parameters that P handed out for these blocks."""
 
     FULL = "full"
-    """They are held, but for as many readers as they can be."""
+    """P holds them, but they already have the maximum number of readers."""
 
 
 class Leases(msgspec.Struct, tag="leases", frozen=True, omit_defaults=True):
-    """The state of each claim, in the order in which they were asked for; proved if the question has a key."""
+    """The state of each claim, in the order of the question; with a proof if the question has a key."""
 
     states: Annotated[list[LeaseState], msgspec.Meta(max_length=MAX_CLAIMS)]
     proof: Digest | None = None
     contents: Annotated[list[Content | None], msgspec.Meta(max_length=MAX_CLAIMS)] | None = None
-    """Of each claim its digest of :mod:`kvhma.digests`, if that was asked for; None where it is not there yet."""
+    """The digest of each claim, see :mod:`kvhma.digests`, if the question asks for it; None where P has none yet."""
 
 
 class Settled(msgspec.Struct, frozen=True, array_like=True):
@@ -212,7 +212,7 @@ class Settled(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         group: index of P's group.
-        first: position of the first one in the request.
+        first: position of the first block in the request.
         ids: ranges of text, see ``ids_to_text`` of the compiled module.
     """
 
@@ -222,21 +222,21 @@ class Settled(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True, omit_defaults=True):
-    """How far the request of a ticket is. Only the version is set of a ticket that is not known yet, or not any more.
+    """How far the request of a ticket is. Of an unknown ticket only the version is set.
 
     Attributes:
         version: grows with each change; 0 while the ticket is not known.
-        engine_id: which engine computes it.
-        incarnation_id: likewise.
+        engine_id: the engine that computes it.
+        incarnation_id: of that engine.
         ranks: tensor-parallel ranks and pipeline stages of that engine.
-        groups: how many KV cache groups it has.
-        total: tokens that will be handed over.
-        prompt: digest of them, see :func:`kvhma.vllm.scheduler.prompt.prompt_digest`.
-        epoch: of what is settled; another one means that what was read under earlier ones may have been overwritten.
-        tokens: so many are settled.
-        blocks: of the settled tokens that were not named under this epoch yet.
-        params: JSON of the ``kv_transfer_params`` that P has handed out for D; empty before.
-        ended: why nothing is handed over; empty as long as something may be.
+        groups: its number of KV cache groups.
+        total: tokens of the whole hand-off.
+        prompt: digest of these tokens, see :func:`kvhma.vllm.scheduler.prompt.prompt_digest`.
+        epoch: of the settled tokens. After a new epoch, blocks that were read earlier may have been overwritten.
+        tokens: number of settled tokens.
+        blocks: of settled tokens, as far as answers of this epoch have not named them.
+        params: JSON of the ``kv_transfer_params`` that P has handed out for D; empty until then.
+        ended: why there will be no hand-off; empty while it is possible.
     """
 
     version: Version
@@ -258,13 +258,13 @@ class Done(msgspec.Struct, tag="done", frozen=True):
 
 
 class Problem(msgspec.Struct, tag="problem", frozen=True):
-    """The question was not understood, or has no answer here."""
+    """The listener does not understand the question, or cannot answer it."""
 
     text: Text
 
 
-Question = AskEngineInfo | AskHello | Renew | Finish | Release | Follow | Unfollow | Refused
-Answer = EngineInfo | RankHello | Leases | Progress | Done | Problem
+Question = AskEngineInfo | AskWorkerIdentity | Renew | Finish | Release | Follow | Unfollow | Refused
+Answer = EngineInfo | SignedWorkerIdentity | Leases | Progress | Done | Problem
 
 _HEADER = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size
@@ -274,13 +274,13 @@ _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def frame(message: Question | Answer) -> bytes:
-    """Return a message as it is sent, with its length."""
+    """Return a message with its length, as it is sent."""
     data = msgspec.msgpack.encode(message)
     return _HEADER.pack(len(data)) + data
 
 
 def frame_length(received: bytes | bytearray) -> int:
-    """Return the bytes of the message that a frame announces in its first four bytes."""
+    """Return the length of the message, from the first four bytes of a frame."""
     length: int = _HEADER.unpack_from(received)[0]
     return length
 
@@ -289,7 +289,7 @@ def read_question(data: bytes | memoryview) -> Question:
     """Read a question.
 
     Raises:
-        HandshakeError: it is not one; the text is bounded, to be sent back.
+        HandshakeError: it is not a question. The text is bounded, so it can be sent back.
     """
     try:
         return _questions.decode(data)
@@ -301,7 +301,7 @@ def read_answer(data: bytes | memoryview) -> Answer:
     """Read an answer.
 
     Raises:
-        HandshakeError: it is not one, or it is a problem, whose text is the peer's.
+        HandshakeError: it is not an answer, or it is a `Problem`, whose text the error repeats.
     """
     try:
         answer = _answers.decode(data)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host names of other engines: resolved beside everything else, since a name service takes the time it likes."""
+"""Host names of other engines, looked up in separate threads because a name service may be slow."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from kvhma.vllm.threads import in_thread
 from kvhma.vllm.wire.params import Address
 
 _MAX_LOOKUPS = 64
-"""Names that are looked up at a time, and as many that have been found before: names of a stranger's choosing, which a
-name service of its own answers slowly, leave these their room."""
+"""Names that are looked up at a time, and as many more that have been found before.
+
+So unknown peers, whose name servers may be slow on purpose, cannot block the look-ups of known names."""
 
 _MAX_FOUND = 1024
 
@@ -31,7 +32,7 @@ _lookups_lock = threading.Lock()
 
 
 def is_numeric(address: Address) -> bool:
-    """Return whether the host of an address is an IP address and no name."""
+    """Return whether the host of an address is an IP address, not a name."""
     host, _, scope = address.host.partition("%")
     try:
         ipaddress.ip_address(host)
@@ -41,10 +42,10 @@ def is_numeric(address: Address) -> bool:
 
 
 def resolve(address: Address, timeout: float) -> Address:
-    """Return the numeric form of an address; wait `timeout` seconds for it at most.
+    """Return the numeric form of an address; wait at most `timeout` seconds for it.
 
     Raises:
-        HandshakeTimeoutError: the name is not known, no name service answers in time, or too many are being asked.
+        HandshakeTimeoutError: the name is not known, no name service answers in time, or too many look-ups run.
     """
     if is_numeric(address):
         return address
@@ -57,17 +58,17 @@ def resolve(address: Address, timeout: float) -> Address:
 
 
 def look_up(address: Address) -> Future[Address]:
-    """Start to look a name up in a thread of its own, or return the look-up that is under way.
+    """Start to look a name up in a new thread, or return the running look-up.
 
     Raises:
-        HandshakeTimeoutError: too many are under way.
+        HandshakeTimeoutError: too many look-ups run.
     """
     with _lookups_lock:
         if address in _lookups:
             return _lookups[address]
-        others = sum((other in _found) == (address in _found) for other in _lookups)
-        if others >= _MAX_LOOKUPS:
-            raise HandshakeTimeoutError(f"{others} other names are being looked up")
+        running = sum((name in _found) == (address in _found) for name in _lookups)
+        if running >= _MAX_LOOKUPS:
+            raise HandshakeTimeoutError(f"{running} other names are being looked up")
         try:
             found = _lookups[address] = in_thread("kvhma-look-up", lambda: _look_up(address))
         except RuntimeError as error:
@@ -77,7 +78,7 @@ def look_up(address: Address) -> Future[Address]:
 
 def _look_up(address: Address) -> Address:
     try:
-        # A listener at a name is bound to its first address of IPv4, if it has one.
+        # A listener at a name binds to its first IPv4 address, if it has one.
         for family in (AF_INET, AF_INET6):
             with contextlib.suppress(gaierror):
                 ((*_, place), *_) = getaddrinfo(address.host, address.port, family, SOCK_STREAM)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kv_transfer_params``: what P sends D about a request through a proxy, and the one place where it is read.
+"""``kv_transfer_params``: what P sends D about a request through a proxy, and the only code that reads it.
 
-The keys are upstream's, so that existing proxies work unchanged; ours are in the ``kvhma`` dictionary beside them.
+The keys are upstream's, so existing proxies work unchanged; our own keys are in the ``kvhma`` dictionary beside them.
 Block ids are ranges of text there, ``"7-12,30,9-8"``; ``remote_block_ids`` has an empty list for each group.
 """
 
@@ -37,7 +37,7 @@ _MAX_RANKS = 1 << 16
 _MAX_PREFIXES = 64
 _MAX_ITEMS = 4096
 _BLOCKS_PER_TOKEN = 4
-"""Blocks of all groups for each token at most: a few groups may have blocks of one token."""
+"""Most blocks of all groups for each token: a few groups may have blocks of one token."""
 
 
 class Address(NamedTuple):
@@ -48,9 +48,9 @@ class Address(NamedTuple):
 
     @property
     def is_wildcard(self) -> bool:
-        """Whether the host stands for every address of a machine: a listener binds there, nobody is reached there."""
+        """Whether the host means every address of a machine, which a listener binds to and no client connects to."""
         with contextlib.suppress(OSError, ValueError):
-            return not any(socket.inet_aton(self.host))  # the resolver takes "0" and "0x0" for 0.0.0.0 too
+            return not any(socket.inet_aton(self.host))  # the resolver reads "0" and "0x0" as 0.0.0.0 too
         try:
             found = ipaddress.IPv6Address(self.host.partition("%")[0])
         except ValueError:
@@ -66,10 +66,10 @@ class Incarnation(NamedTuple):
 
     Attributes:
         address: its scheduler.
-        engine_id: what it calls itself.
-        incarnation_id: random number; after a restart it is another one.
-        tp_size: its tensor-parallel ranks; None if it is not known.
-        pp_size: its pipeline stages, likewise.
+        engine_id: its name.
+        incarnation_id: random number; it changes with each restart.
+        tp_size: its tensor-parallel ranks; None if unknown.
+        pp_size: its pipeline stages; None if unknown.
     """
 
     address: Address
@@ -80,11 +80,11 @@ class Incarnation(NamedTuple):
 
 
 class LeaseKey(NamedTuple):
-    """A finished request whose blocks P keeps for its readers.
+    """A finished request whose blocks P holds for its readers.
 
     Attributes:
         request_id: P's name of the request.
-        generation: random number; a request with an id that was used before has another one.
+        generation: random number, which tells requests with the same id apart.
     """
 
     request_id: str
@@ -92,7 +92,7 @@ class LeaseKey(NamedTuple):
 
 
 class LeaseClaim(NamedTuple):
-    """A request that P keeps, and one of its readers.
+    """A request that P holds, and one of its readers.
 
     Attributes:
         key: the request at P.
@@ -106,11 +106,11 @@ class LeaseClaim(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """The first tokens of an answer and its prompt, which may be read without the others.
+    """The first tokens of an answer and its prompt, which a reader may read without the rest.
 
     Attributes:
-        num_tokens: how many.
-        digest: of them, see :func:`kvhma.vllm.scheduler.prompt.prefix_digests`.
+        num_tokens: number of these tokens.
+        digest: of these tokens, see :func:`kvhma.vllm.scheduler.prompt.prefix_digests`.
     """
 
     num_tokens: int
@@ -121,11 +121,11 @@ class Item(NamedTuple):
     """A multimodal item of a prompt: a picture, for example.
 
     Attributes:
-        identifier: by which vLLM's prefix cache tells what it shows.
+        identifier: of its content, in vLLM's prefix cache.
         modality: ``image``, ``audio``, ``video`` and others, as vLLM names them.
-        offset: the first token that stands for it.
-        length: how many do.
-        shape: digest of what positions of tokens may depend on, for example a grid of patches; 32 zeros if not known.
+        offset: its first placeholder token in the prompt.
+        length: number of its placeholder tokens.
+        shape: digest of what token positions may depend on, for example a grid of patches; 32 zeros if unknown.
     """
 
     identifier: str
@@ -139,23 +139,23 @@ class PrefillParams(NamedTuple):
     """What a decode request has to know of its prefill, or the next turn's prefill of an answer.
 
     Attributes:
-        address: P's scheduler. A proxy may change it, since networks have names of their own.
-        engine_id: what P calls itself.
-        incarnation_id: random number of P from one start to the next.
+        address: P's scheduler. A proxy may change it, because each network has its names.
+        engine_id: P's name.
+        incarnation_id: random number of P, which changes with each restart.
         lease_key: the request at P.
-        lease: seconds that P keeps its blocks after each renewal.
+        lease: seconds that P holds its blocks after each lease renewal.
         num_tokens: tokens that P's blocks hold.
         prompt: digest of these tokens, see :func:`kvhma.vllm.scheduler.prompt.prompt_digest`.
         spans: live blocks of each of P's groups.
-        tp_size: P's tensor-parallel ranks, if the parameters say.
-        pp_size: P's pipeline stages, likewise.
-        digest: of everything but the address and the ranks, 16 bytes, where it was read from parameters. P remembers
-            it, and holds the blocks for nobody who claims them with another one. With a secret it is a signature: only
-            an engine could have written the parameters.
-        content_seed: seed of the digests of what the blocks hold, see :mod:`kvhma.digests`; None if P makes none.
-        prefixes: of an answer, parts that may be read where the next prompt goes on otherwise; fewest tokens first.
-        epoch: of the request's ticket when it was finished; 0 without one.
-        items: of its prompt, for a D that takes them over; empty unless P hands them out.
+        tp_size: P's tensor-parallel ranks; None if the parameters lack them.
+        pp_size: P's pipeline stages; None if the parameters lack them.
+        digest: of everything but the address and the ranks, 16 bytes, if it was read from parameters. P accepts only
+            claims with the same digest. With a secret it is a signature: only an engine could have written the
+            parameters.
+        content_seed: seed of the content digests of the blocks, see :mod:`kvhma.digests`; None if P makes none.
+        prefixes: parts of an answer that the next turn may read if its prompt differs after them; shortest first.
+        epoch: of the request's ticket when the request finished; 0 without a ticket.
+        items: of its prompt, for a D that uses P's items; empty unless P hands them out.
     """
 
     address: Address
@@ -180,11 +180,11 @@ class PrefillParams(NamedTuple):
         return Incarnation(self.address, self.engine_id, self.incarnation_id, self.tp_size, self.pp_size)
 
     def claim(self, reader: int) -> LeaseClaim:
-        """Return what one reader asks P with."""
+        """Return the claim of a reader."""
         return LeaseClaim(self.lease_key, reader, self.digest)
 
     def _signed_bytes(self, spans: list[list[Any]]) -> bytes:
-        """Return what the digest is of, with the spans as the parameters write them."""
+        """Return the bytes that the digest covers, with the spans as the parameters write them."""
         fields = [VERSION, self.engine_id, self.incarnation_id, self.lease_key.request_id, self.lease_key.generation]
         fields += [self.lease, self.num_tokens, self.prompt, spans]
         if self.prefixes:
@@ -200,9 +200,9 @@ class PrefillParams(NamedTuple):
     def to_params(
         self, secrets: Secrets, *, pp_size: int, dcp_size: int = 1, next_turn: bool = False
     ) -> tuple[dict[str, Any], bytes]:
-        """Return the ``kv_transfer_params`` that a proxy hands on, and their digest.
+        """Return the ``kv_transfer_params`` that a proxy passes on, and their digest.
 
-        To D as they are; those of an answer, for the `next_turn`, to P.
+        The proxy passes them to D; with `next_turn`, for an answer, to P.
         """
         spans = [[span.first, ids_to_text(span.ids)] for span in self.spans]
         digest = secrets.sign(self._signed_bytes(spans))
@@ -246,20 +246,20 @@ class PrefillParams(NamedTuple):
     def from_params(
         cls, params: Mapping[str, Any], secrets: Secrets, *, num_prompt_tokens: int | None
     ) -> PrefillParams:
-        """Read and check parameters. Safe on any value; nothing is longer than `num_prompt_tokens` allow.
+        """Read and check parameters. Safe on any value; `num_prompt_tokens` bounds the result.
 
-        Without a prompt, for `num_prompt_tokens` None, the blocks are not read: `spans` is empty.
+        With `num_prompt_tokens` None it does not read the blocks: `spans` is empty.
 
         Raises:
-            RequestError: a key is missing, of the wrong type or out of range, was changed on the way, or was written by
-                an engine with another secret; the text says which.
-            OtherPromptError: they are right, but of a longer prompt.
+            RequestError: a key is missing, of the wrong type or out of range; or the parameters were changed on the
+                way, or come from an engine with another secret. The text names the key.
+            OtherPromptError: they are valid, but of a longer prompt.
         """
         own = params.get("kvhma")
         if not isinstance(own, dict):
             raise RequestError(
                 f"kv_transfer_params: kvhma is {quote(own)}, expected a dictionary; does the prefill engine run kvhma, "
-                "and does the proxy hand on all keys?"
+                "and does the proxy pass on all keys?"
             )
         _integer(own, "kvhma.version", VERSION, VERSION)
         tokens = _integer(own, "kvhma.tokens", 1, _MAX_TOKENS)
@@ -295,33 +295,33 @@ class PrefillParams(NamedTuple):
 
 
 def read_address(params: Mapping[str, Any]) -> Address:
-    """Return where P's scheduler listens, from parameters of anybody.
+    """Return where P's scheduler listens, from untrusted parameters.
 
     Raises:
-        RequestError: they do not say, or name every address of a machine, which leads the reader to its own.
+        RequestError: the address is missing, or means every address of a machine, where the reader would find itself.
     """
     address = Address(_text(params, "remote_host"), _integer(params, "remote_port", 1, 65535))
     if address.is_wildcard:
         raise RequestError(
-            f"kv_transfer_params: remote_host is {quote(address.host)}, expected where other engines reach P; P's "
-            "advertised_host says it"
+            f"kv_transfer_params: remote_host is {quote(address.host)}, expected where other engines reach P; set "
+            "advertised_host of P"
         )
     return address
 
 
 def leads_back(address: Address, engine_id: str) -> str:
-    """Return what is wrong with an address of P at which D found itself."""
+    """Return the error text for an address of P that leads to D itself."""
     return (
-        f"remote_host and remote_port {address} lead to this engine itself, and the parameters are of prefill engine "
+        f"remote_host and remote_port {address} lead to this engine itself, but the parameters are of prefill engine "
         f"{quote(engine_id)}: set its advertised_host and advertised_port to where this host reaches it"
     )
 
 
 def hex_digits(values: Mapping[str, Any], key: str) -> str:
-    """Return the 32 hexadecimal digits that parameters of anybody have for 16 bytes.
+    """Return the 32 hexadecimal digits of 16 bytes in untrusted parameters.
 
     Raises:
-        RequestError: they are not.
+        RequestError: the value is something else.
     """
     value = _get(values, key)
     if not isinstance(value, str) or not _HEX_DIGITS.fullmatch(value):
@@ -335,7 +335,7 @@ def random_id() -> int:
 
 
 def _check_digest(own: Mapping[str, Any], secrets: Secrets, signed: bytes, digest: bytes) -> None:
-    """Refuse parameters that no engine with this engine's secret has written as they are."""
+    """Refuse parameters that were changed, or that an engine with another secret wrote."""
     has_secret = own.get("signed")
     if not isinstance(has_secret, bool):
         raise RequestError(f"kv_transfer_params: kvhma.signed is {quote(has_secret)}, expected true or false")
@@ -347,12 +347,12 @@ def _check_digest(own: Mapping[str, Any], secrets: Secrets, signed: bytes, diges
     if not secrets.verify(signed, digest):
         why = "they were changed on the way, or are those of two requests"
         if has_secret:
-            why = f"P's secret is none of this engine's, or {why}"
+            why = f"P's secret does not match any of ours, or {why}"
         raise RequestError(f"kv_transfer_params: kvhma.digest is {digest.hex()}, but not of these parameters: {why}")
 
 
 def _span_rows(own: Mapping[str, Any]) -> list[list[Any]]:
-    """Return the position and the text of each group's blocks; the texts are not read yet."""
+    """Return the position and the text of each group's blocks, without reading the texts."""
     rows = own.get("spans")
     if not isinstance(rows, list) or not 0 < len(rows) <= _MAX_GROUPS:
         raise RequestError(f"kv_transfer_params: kvhma.spans is {quote(rows)}, expected a list of 1..{_MAX_GROUPS}")
@@ -375,8 +375,8 @@ def _prefixes(own: Mapping[str, Any], tokens: int) -> tuple[Prefix, ...]:
         if not isinstance(row, list) or len(row) != 2:
             raise RequestError(f"kv_transfer_params: kvhma.prefixes has {quote(row)}, expected [tokens, digest]")
         values = {"tokens": row[0], "digest": row[1]}
-        least = found[-1].num_tokens + 1 if found else 1
-        count = _integer(values, "kvhma.prefixes.tokens", least, tokens - 1)
+        lowest = found[-1].num_tokens + 1 if found else 1
+        count = _integer(values, "kvhma.prefixes.tokens", lowest, tokens - 1)
         found.append(Prefix(count, hex_digits(values, "kvhma.prefixes.digest")))
     return tuple(found)
 
@@ -390,7 +390,7 @@ def _items(own: Mapping[str, Any], tokens: int) -> tuple[Item, ...]:
         if not isinstance(row, list) or len(row) != len(Item._fields):
             raise RequestError(f"kv_transfer_params: kvhma.items has {quote(row)}, expected {list(Item._fields)}")
         values = dict(zip(Item._fields, row, strict=True))
-        # Audio may lie within its video.
+        # Audio may be inside its video.
         offset = _integer(values, "kvhma.items.offset", found[-1].offset if found else 0, tokens - 1)
         length = _integer(values, "kvhma.items.length", 1, _MAX_TOKENS)
         identifier, modality = _text(values, "kvhma.items.identifier"), _text(values, "kvhma.items.modality")
@@ -420,7 +420,7 @@ def _text(values: Mapping[str, Any], key: str) -> str:
 
 
 def _integer(values: Mapping[str, Any], key: str, low: int, high: int) -> int:
-    """Return an integer, also one that a router has written as 387.0: protobuf's Struct and Lua have floats only."""
+    """Return an integer, even if a router has written it as 387.0: protobuf's Struct and Lua only have floats."""
     value = _get(values, key)
     whole = value.is_integer() if isinstance(value, float) else isinstance(value, int) and not isinstance(value, bool)
     if not whole or not low <= value <= high:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log lines that other engines, or strangers, cause: a few of each kind, however often they cause them."""
+"""Log lines that other engines or unknown peers cause: only a few of each kind."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import threading
 import time
 
 _BURST = 10
-"""Lines of a kind that are written at once, ..."""
+"""Lines of a kind that may follow each other at once, ..."""
 
 _SECONDS = 6.0
-"""... and how many seconds later there is room for one more."""
+"""... and seconds after which one more line is allowed."""
 
 _MAX_KINDS = 1024
 
 
 class _Sparing(logging.Filter):
-    """Lets a few records of each kind pass; a kind is a text before its arguments are put in."""
+    """Lets a few records of each kind pass. A kind is the text of a line without its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
         self._kinds: dict[str, tuple[float, float, int]] = {}
-        """For each kind the lines that may be written, when that was counted, and those left out since the last one."""
+        """For each kind: lines that may be written, when that was counted, and lines left out since the last line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is written; the one after a gap says how many are missing."""
+        """Return whether a record is written. The first record after a gap says how many are missing."""
         kind, now = str(record.msg), time.monotonic()
         with self._lock:
             if len(self._kinds) >= _MAX_KINDS:
@@ -41,6 +41,6 @@ class _Sparing(logging.Filter):
 
 
 logger = logging.getLogger("vllm.kvhma.peers")
-"""For every line whose number others decide. A line's text has to be constant, and its arguments apart."""
+"""For every line that a peer can cause. The text has to be constant; pass values as arguments."""
 
 logger.addFilter(_Sparing())

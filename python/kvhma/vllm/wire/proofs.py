@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who says it: hellos are signed by the worker they are of, answers about leases proved to be of its engine.
+"""Authenticity: a worker signs its identity, and its engine proves answers about leases.
 
-Without them a stranger could repeat a hello as its own, or repeat it whole and answer questions about leases in the
-engine's place. Neither needs a secret::
+Otherwise an unknown peer could replay a worker identity as its own, or replay it unchanged and answer questions about
+leases for that engine. This works without a shared secret::
 
-    worker's key   named by its agent, which D reads from
-      signs        hello, and the key of the engine's listener
-                     shared with a key of D's
-      proves       what P says of D's claims
+    worker's key               | named by the agent that D reads from
+    signs                      | worker identity, and the key of the engine's listener
+    which with D's own key     |
+    proves                     | P's answers about D's claims
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from kvhma.errors import HandshakeError
 from kvhma.vllm.wire.messages import Leases, WireClaim
 
-_HELLO = b"kvhma-hello-3"
+_IDENTITY = b"kvhma-hello-3"
 _LEASES = b"kvhma-leases-3"
 _PROOF_BYTES = 16
 
 
 def new_agent_key() -> tuple[bytes, bytes]:
-    """Return a new Ed25519 key for a worker's hello: 32 private and 32 public bytes."""
+    """Return a new Ed25519 key for a worker identity: 32 private and 32 public bytes."""
     key = Ed25519PrivateKey.generate()
     return key.private_bytes_raw(), key.public_key().public_bytes_raw()
 
 
-def sign_hello(private: bytes, nonce: bytes, engine_key: bytes, data: bytes) -> bytes:
-    """Sign a worker's hello for who asked with this nonce.
+def sign_identity(private: bytes, nonce: bytes, engine_key: bytes, data: bytes) -> bytes:
+    """Sign a worker identity for the peer that asked with this nonce.
 
     Args:
         private: Ed25519 private key of the worker, 32 bytes.
         nonce: of the question.
         engine_key: public :class:`ProofKey` of the worker's engine, 32 bytes.
-        data: the hello.
+        data: the worker identity.
 
     Returns:
         64 bytes.
@@ -52,8 +52,8 @@ def sign_hello(private: bytes, nonce: bytes, engine_key: bytes, data: bytes) -> 
     return _private_key(private).sign(_signed(nonce, engine_key, data))
 
 
-def verify_hello(public: bytes, nonce: bytes, engine_key: bytes, data: bytes, signature: bytes) -> bool:
-    """Return whether who has the private key of `public`, 32 bytes, has signed this hello for this nonce."""
+def verify_identity(public: bytes, nonce: bytes, engine_key: bytes, data: bytes, signature: bytes) -> bool:
+    """Return whether the private key of `public`, 32 bytes, has signed this worker identity for this nonce."""
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, _signed(nonce, engine_key, data))
     except (InvalidSignature, ValueError):
@@ -62,48 +62,48 @@ def verify_hello(public: bytes, nonce: bytes, engine_key: bytes, data: bytes, si
 
 
 def _signed(nonce: bytes, engine_key: bytes, data: bytes) -> bytes:
-    # Of the hello its hash: to hash the largest one here gives way to other threads, Ed25519's own hash does not.
-    return _HELLO + nonce + engine_key + hashlib.blake2b(data).digest()
+    # The hash of the data: hashlib releases Python's lock while it hashes megabytes, and Ed25519 does not.
+    return _IDENTITY + nonce + engine_key + hashlib.blake2b(data).digest()
 
 
 _private_key = lru_cache(256)(Ed25519PrivateKey.from_private_bytes)
-"""A worker's; making it takes as long as signing."""
+"""Cached, because making the key takes as long as signing."""
 
 
 class ProofKey:
-    """A process's X25519 key. Two of them have a key in common that nobody else knows.
+    """A process's X25519 key. Two processes derive a common key from their keys, which only they know.
 
     Attributes:
-        public: 32 bytes, to be told to others.
+        public: 32 bytes, to be sent to the other process.
     """
 
     def __init__(self) -> None:
-        """Make a new one."""
+        """Make a new key."""
         self._private = X25519PrivateKey.generate()
         self.public = self._private.public_key().public_bytes_raw()
-        # An engine is asked by some hundred others, again and again; a stranger's keys push out others at most.
+        # Some hundred engines ask again and again. Keys of unknown peers only evict cached ones.
         self.shared = lru_cache(1024)(self._shared)
 
-    def _shared(self, other: bytes) -> bytes:
-        """Return the key, 32 bytes, that this one has in common with another public one.
+    def _shared(self, peer_public: bytes) -> bytes:
+        """Return the key, 32 bytes, that this key and a peer's public key have in common.
 
         Raises:
-            HandshakeError: it is none.
+            HandshakeError: `peer_public` is not a key of X25519.
         """
         try:
-            exchanged = self._private.exchange(X25519PublicKey.from_public_bytes(other))
+            exchanged = self._private.exchange(X25519PublicKey.from_public_bytes(peer_public))
         except ValueError as error:
-            raise HandshakeError("the key of the question or of the engine is none of X25519") from error
+            raise HandshakeError("the key of the question or of the engine is no X25519 key") from error
         return hashlib.blake2b(exchanged, digest_size=32, person=_LEASES).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Proving:
-    """What a reader needs to have an engine's answers proved.
+    """What a reader needs to check an engine's proofs.
 
     Attributes:
-        reader_key: our public key, for the question.
-        shared: the key in common with the engine.
+        reader_key: its public key, for the question.
+        shared: the key that it and the engine have in common.
     """
 
     reader_key: bytes
@@ -111,12 +111,12 @@ class Proving:
 
 
 def prove(shared: bytes, nonce: bytes, claims: Sequence[WireClaim], answer: Leases) -> bytes:
-    """Return the proof, 16 bytes, that who shares this key gave this answer to this question."""
+    """Return the proof, 16 bytes, that the owner of a shared key gave this answer to this question."""
     contents = () if answer.contents is None else (answer.contents,)
     said = msgspec.msgpack.encode((nonce, claims, answer.states, *contents))
     return hashlib.blake2b(said, digest_size=_PROOF_BYTES, key=shared).digest()
 
 
 def is_proved(shared: bytes, nonce: bytes, claims: Sequence[WireClaim], answer: Leases) -> bool:
-    """Return whether the proof of an answer is :func:`prove`'s."""
+    """Return whether an answer has the proof that :func:`prove` makes."""
     return hmac.compare_digest(answer.proof or b"", prove(shared, nonce, claims, answer))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The secret that engines share: who has it may ask, and be believed.
+"""The secret that engines share: engines with it may ask questions, and trust each other's answers.
 
-From each secret come a key that signs parameters, and an Ed25519 key with a certificate, the same at every engine. Both
-sides of a connection show the certificate of their first secret and accept those of all.
+Each secret gives a key that signs parameters, and an Ed25519 key with a certificate. They are the same at every engine.
+Both sides of a connection present the certificate of their first secret and accept those of all their secrets.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MAX_FILE_BYTES = 64 << 10
 _DIGEST_BYTES = 16
 
 _REREAD_SECONDS = 1.0
-"""How long a change of the file may go unnoticed."""
+"""How often the file is checked for changes."""
 
 
 class SecretSettings(Protocol):
@@ -48,17 +48,17 @@ class SecretSettings(Protocol):
 
     @property
     def secret_file(self) -> str | None:
-        """Path of a file with one secret a line; None for the environment's."""
+        """Path of a file with one secret a line; None to use the environment variable."""
 
 
 @dataclass(frozen=True)
 class _Credential:
-    """What comes from one secret.
+    """The keys of one secret.
 
     Attributes:
         sign_key: keys the digests of parameters.
         private_key: of the certificate.
-        certificate: what a connection shows.
+        certificate: what a connection presents.
     """
 
     sign_key: bytes = field(repr=False)
@@ -67,13 +67,13 @@ class _Credential:
 
     @property
     def der(self) -> bytes:
-        """The certificate as a connection shows it."""
+        """The certificate as a connection presents it."""
         return self.certificate.public_bytes(serialization.Encoding.DER)
 
 
 @dataclass(frozen=True)
 class _Current:
-    """The secrets at one time; contexts are None without any."""
+    """The secrets at one time. Without secrets the contexts are `None`."""
 
     credentials: tuple[_Credential, ...] = ()
     server: ssl.SSLContext | None = None
@@ -84,18 +84,18 @@ class _Current:
 class Secrets:
     """The secrets of an engine. Safe to use from several threads.
 
-    A file that changes is read again within a second. If it cannot be used, the secrets stay as they were.
+    It reads a changed file again within a second. If the new content is unusable, the secrets stay as they were.
     """
 
     def __init__(self, secrets: Sequence[bytes] = (), *, file: Path | None = None) -> None:
-        """Take secrets; the first is used, all are accepted.
+        """Use the first secret, and accept all.
 
         Args:
-            secrets: none of them for an engine that trusts everybody who reaches it.
+            secrets: empty for an engine that trusts every peer that reaches it.
             file: where they come from, if they may change.
 
         Raises:
-            SettingsError: a secret is too short, or there are too many.
+            SettingsError: a secret is too short, or there are too many secrets.
         """
         self._file = file
         self._lock = threading.Lock()
@@ -103,14 +103,14 @@ class Secrets:
         self._current = _derive(self._read)
         self._read_at = time.monotonic()
         self._unusable = False
-        """Whether the file cannot be used now, which the log has said."""
+        """Whether the file is unusable now, which is logged once."""
 
     @classmethod
     def load(cls, settings: SecretSettings) -> Secrets:
-        """Read the secrets from the file of the settings, or else from the environment; none of both gives none.
+        """Read the secrets from the file of the settings, or else from the environment; without both, no secrets.
 
         Raises:
-            SettingsError: the file cannot be read, or what it or the environment has cannot be used.
+            SettingsError: the file cannot be read, or its content or the variable is unusable.
         """
         if settings.secret_file is not None:
             file = Path(settings.secret_file)
@@ -121,23 +121,23 @@ class Secrets:
 
     @property
     def enabled(self) -> bool:
-        """Whether there is a secret. It stays so as long as the process lives."""
+        """Whether there is a secret. This does not change while the process lives."""
         return bool(self._current.credentials)
 
     def server_context(self) -> ssl.SSLContext | None:
-        """Return how to accept a connection now; None without a secret."""
+        """Return the TLS context for accepting a connection now; None without a secret."""
         return self._now().server
 
     def client_context(self) -> ssl.SSLContext | None:
-        """Return how to open a connection now; None without a secret. Another one after each change."""
+        """Return the TLS context for opening a connection now; None without a secret. It changes with the file."""
         return self._now().client
 
     def accepts(self, certificate: bytes | None) -> bool:
-        """Return whether the certificate (DER) that a peer has shown is still that of one of the secrets."""
+        """Return whether the certificate (DER) that a peer has presented still belongs to one of the secrets."""
         return certificate in self._now().accepted
 
     def sign(self, data: bytes) -> bytes:
-        """Return a digest of 16 bytes that only who has the secret can make; without a secret, anybody."""
+        """Return a digest of 16 bytes. With a secret, only engines that have it can make this digest."""
         credentials = self._now().credentials
         return _digest(data, credentials[0].sign_key if credentials else b"")
 
@@ -181,7 +181,7 @@ def _read_file(file: Path) -> list[bytes]:
 
 
 def _lines(data: bytes, source: str) -> list[bytes]:
-    """Return the secrets of a text. No error says what any of them is."""
+    """Return the secrets of a text. No error text contains a secret."""
     lines = [line for line in map(bytes.strip, data.split(b"\n")) if line]
     if not 0 < len(lines) <= MAX_SECRETS:
         raise SettingsError(f"{source} has {len(lines)} secrets, expected 1..{MAX_SECRETS}, one a line")
@@ -212,12 +212,12 @@ def _derive(secrets: Sequence[bytes]) -> _Current:
 
 @lru_cache(2 * MAX_SECRETS)
 def _credential(secret: bytes) -> _Credential:
-    """Derive the keys of a secret, and a certificate that is the same at every engine that has it."""
-    # Strangers see signed parameters and the certificate, and may try words offline: each one shall cost them this.
+    """Derive the keys of a secret, and a certificate that is the same at every engine with this secret."""
+    # Unknown peers see signed parameters and the certificate, and may guess secrets offline: make each guess expensive.
     stretched = hashlib.scrypt(secret, salt=b"kvhma-secret-3", n=1 << 14, r=8, p=1, dklen=64)
     key = Ed25519PrivateKey.from_private_bytes(stretched[:32])
     public = key.public_key()
-    # Each has a name of its own, so that which one has signed is never a guess.
+    # A different name for each secret, so TLS finds the right certificate at once.
     name = hashlib.sha256(public.public_bytes_raw()).hexdigest()[:32]
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"kvhma-{name}")])
     certificate = (
@@ -236,25 +236,25 @@ def _credential(secret: bytes) -> _Credential:
 
 
 def _context(protocol: int, credentials: Sequence[_Credential]) -> ssl.SSLContext:
-    """Return a context for TLS 1.3 in which both sides show a certificate: the first one's; all are accepted."""
+    """Return a TLS 1.3 context that presents the first certificate, demands one of the peer, and accepts all."""
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # An engine is who has the secret; its certificate names no host.
+    # The secret identifies an engine; its certificate names no host.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     if protocol == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0  # a connection is kept, never resumed
+        context.num_tickets = 0  # a connection stays open and is never resumed
     encoding = serialization.Encoding
     accepted = b"".join(credential.certificate.public_bytes(encoding.PEM) for credential in credentials)
     context.load_verify_locations(cadata=accepted.decode("ascii"))
-    # The ssl module reads a private key from files only: the file is unreadable without what only this call knows.
+    # The ssl module only reads private keys from files. So the file is encrypted with a password of this call.
     password = random.token_bytes(24).hex().encode()
     private = credentials[0].private_key.private_bytes(
         encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(password)
     )
-    shown = credentials[0].certificate.public_bytes(encoding.PEM)
+    presented = credentials[0].certificate.public_bytes(encoding.PEM)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "key.pem"
-        path.write_bytes(private + shown)
+        path.write_bytes(private + presented)
         context.load_cert_chain(path, password=password)
     return context

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The listener of an engine, in its scheduler's process: it answers other engines.
 
-Nothing that arrives can stop it, and whatever arrives costs a bounded number of connections and bytes.
+No message can stop it, and connections and bytes are bounded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvhma.vllm.wire.messages import (
     PROTOCOL,
     Answer,
     AskEngineInfo,
-    AskHello,
+    AskWorkerIdentity,
     Done,
     EngineInfo,
     Finish,
@@ -34,17 +34,17 @@ from kvhma.vllm.wire.messages import (
     Problem,
     Progress,
     Question,
-    RankHello,
     Refused,
     Release,
     Renew,
+    SignedWorkerIdentity,
     Unfollow,
     read_claim,
     read_question,
 )
 from kvhma.vllm.wire.params import Address, LeaseClaim
 from kvhma.vllm.wire.peer_log import logger
-from kvhma.vllm.wire.proofs import ProofKey, prove, sign_hello
+from kvhma.vllm.wire.proofs import ProofKey, prove, sign_identity
 from kvhma.vllm.wire.secrets import Secrets
 
 _BACKLOG = 1024
@@ -54,52 +54,56 @@ class LeaseService(Protocol):
     """What a listener asks about leases, from its own thread."""
 
     def renew(self, claims: list[LeaseClaim]) -> list[LeaseState]:
-        """Extend leases; return the state of each."""
+        """Renew leases; return the state of each."""
 
     def release(self, claims: list[LeaseClaim], outcome: Outcome) -> None:
-        """Take readers off requests."""
+        """Remove readers from requests."""
 
     def finish(self, claims: list[LeaseClaim], outcomes: list[Outcome]) -> list[LeaseState]:
-        """Return the state of each, and release those that are held."""
+        """Return the state of each claim, and release the claims whose blocks are held."""
 
     def contents(self, claims: list[LeaseClaim]) -> list[bytes | None]:
-        """Return the digest of what the blocks of each hold; None where there is none yet."""
+        """Return the content digest of the blocks of each claim; None where it is not computed yet."""
 
 
 class TicketService(Protocol):
     """What a listener asks about tickets, from its own thread."""
 
     def ask(self, question: Follow) -> Progress | None:
-        """Return how far a request is; None if there is nothing that was not seen."""
+        """Return how far a request is; None if it has not progressed since the last answer."""
 
     def drop(self, ticket: bytes) -> None:
-        """Take note that a follower does not need a request any more."""
+        """Note that a ticket follower does not need a request any more."""
 
 
 @dataclass(frozen=True)
 class LocalEngine:
-    """What a listener says of its engine.
+    """What a listener tells other engines about its engine.
 
     Attributes:
-        engine_id: what the engine calls itself.
+        engine_id: name of the engine.
         incarnation_id: random number of this process.
-        hellos: by pipeline and tensor rank, the worker's message of :mod:`kvhma.nixl.handshake` and the Ed25519 private
-            key that signs it.
-        advertised: where other engines are told to reach it.
+        worker_identities: by pipeline and tensor rank, the worker's message of :mod:`kvhma.nixl.handshake` and the
+            Ed25519 private key that signs it.
+        advertised: the address that other engines should use; None if it is not advertised.
     """
 
     engine_id: str
     incarnation_id: int
-    hellos: Mapping[tuple[int, int], tuple[bytes, bytes]] = field(repr=False)
+    worker_identities: Mapping[tuple[int, int], tuple[bytes, bytes]] = field(repr=False)
     advertised: Address | None = None
 
 
 class Listener:
     """Answers other engines.
 
-    Connections that are refused or cut off are counted as ``side_channel_refused``, by reason: ``secret`` (another one,
-    or on one side only), ``message`` (too long, or before the answer to another), ``time`` (slow), ``room`` (too many,
-    too much), ``error`` (of this side, whatever was raised).
+    It counts connections that it refuses or closes as ``side_channel_refused``, by reason:
+
+    * ``secret``: the peer has another secret, or only one side has a secret.
+    * ``message``: a question is too long, or comes before the last answer was taken.
+    * ``time``: the peer is too slow.
+    * ``room``: too many connections, or too many bytes.
+    * ``error``: an error on this side.
     """
 
     def __init__(
@@ -116,14 +120,14 @@ class Listener:
 
         Args:
             address: where to bind; a name or a numeric address.
-            engine: for which it answers.
-            leases: of the requests that are kept for other engines.
-            secrets: of this engine; with one, only who has it too is answered.
+            engine: that it answers for.
+            leases: of the requests that P holds for other engines.
+            secrets: of this engine. With a secret it answers only peers that have it too.
             counters: of this process.
-            tickets: of the requests that others follow; None if none can be.
+            tickets: of the requests that other engines follow; None if they cannot.
 
         Raises:
-            HandshakeError: the address cannot be bound; the text names it and the setting.
+            HandshakeError: it cannot bind to the address; the text names the address and the setting.
         """
         self._engine = engine
         self._leases = leases
@@ -132,8 +136,8 @@ class Listener:
         self._counters = counters
         self._proof_key = ProofKey()
         self._socket = _bind(address)
-        self._news: deque[bytes] = deque()
-        """Tickets of which there are news."""
+        self._progressed: deque[bytes] = deque()
+        """Tickets whose request has progressed."""
         self._wakeup, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._wakeup.setblocking(False)
@@ -148,16 +152,16 @@ class Listener:
         self._socket.close()
         self._wakeup.close()
 
-    def tell(self, about: bytes) -> None:
-        """Answer the questions that wait for news of a ticket, if there are any. To be called from any thread."""
-        self._news.append(about)
-        with contextlib.suppress(OSError):  # full: it wakes up anyway; closed: it has ended
+    def notify_progress(self, ticket: bytes) -> None:
+        """Answer the questions that wait for progress of a ticket. Any thread may call this."""
+        self._progressed.append(ticket)
+        with contextlib.suppress(OSError):  # if full, the loop wakes up anyway; if closed, it has ended
             self._waker.send(b"!")
 
     def _serve(self) -> None:
         made = Connections(self._socket, self._secrets, self._answer_bytes, self._counters)
         with contextlib.closing(made) as connections:
-            connections.register(self._wakeup, self._news)
+            connections.register(self._wakeup, self._progressed)
             while not self._stopping:
                 connections.serve()
 
@@ -172,10 +176,10 @@ class Listener:
             return Problem("an error on this side, see its log")
 
     def _progress(self, question: Follow, waited: float) -> Progress | Later:
-        """Return the news of a ticket, or for how long they may be waited for."""
+        """Return the progress of a ticket, or how much longer the question may wait for it."""
         found = None if self._tickets is None else self._tickets.ask(question)
-        if found is None and waited < question.patience:
-            return Later(question.ticket, question.patience - waited)
+        if found is None and waited < question.max_wait_seconds:
+            return Later(question.ticket, question.max_wait_seconds - waited)
         return found or Progress(question.seen)
 
     def _answer(self, question: Question, waited: float) -> Answer | Later:
@@ -185,15 +189,19 @@ class Listener:
                 if question.protocol != PROTOCOL:
                     return Problem(f"protocol is {question.protocol} on your side, {PROTOCOL} on this side")
                 incarnation_id = engine.incarnation_id.to_bytes(8, "big")
-                return EngineInfo(PROTOCOL, engine.engine_id, incarnation_id, sorted(engine.hellos), engine.advertised)
-            case AskHello():
-                hello = engine.hellos.get((question.pp_rank, question.tp_rank))
-                if hello is None:
+                return EngineInfo(
+                    PROTOCOL, engine.engine_id, incarnation_id, sorted(engine.worker_identities), engine.advertised
+                )
+            case AskWorkerIdentity():
+                identity = engine.worker_identities.get((question.pp_rank, question.tp_rank))
+                if identity is None:
                     ranks = f"pipeline {question.pp_rank}, tensor {question.tp_rank}"
-                    return Problem(f"no worker of rank {ranks}; there are {len(engine.hellos)}")
-                data, private_key = hello
+                    return Problem(f"no worker of rank {ranks}; there are {len(engine.worker_identities)}")
+                data, private_key = identity
                 engine_key = self._proof_key.public
-                return RankHello(data, engine_key, sign_hello(private_key, question.nonce, engine_key, data))
+                return SignedWorkerIdentity(
+                    data, engine_key, sign_identity(private_key, question.nonce, engine_key, data)
+                )
             case Renew():
                 return self._state(question, self._leases.renew([read_claim(claim) for claim in question.claims]))
             case Finish():
@@ -212,7 +220,7 @@ class Listener:
                 return Done()
             case Refused():
                 engine_id, text = one_line(question.engine_id), one_line(question.text)
-                logger.warning("kvhma: engine %s cannot read our caches: %s", engine_id, text)
+                logger.warning("kvhma: engine %s cannot read the caches of this engine: %s", engine_id, text)
                 return Done()
 
     def _state(self, question: Renew | Finish, states: list[LeaseState]) -> Leases:
@@ -227,15 +235,15 @@ class Listener:
 
 
 def _bind(address: Address) -> socket.socket:
-    """Return a socket that listens at an address, a name's first one of IPv4 if it has one."""
+    """Return a socket that listens at an address. For a name it prefers the first IPv4 address."""
     try:
         places = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, _, _, place = min(places, key=lambda found: found[0] != socket.AF_INET)
         listening = socket.socket(family, kind)
         try:
-            # A restart may bind while connections of the last run are still being forgotten.
+            # A restarted engine may bind while connections of the last run are in TIME_WAIT.
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:  # at :: it takes IPv4 too, whatever the machine's default is
+            if family == socket.AF_INET6:  # at :: it accepts IPv4 too, on every machine
                 listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             listening.bind(place)
             listening.listen(_BACKLOG)

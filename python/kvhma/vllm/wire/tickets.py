@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tickets: a proxy draws one for a request, and asks P and D at once; D follows the request at P by it."""
+"""Tickets: a proxy draws a ticket for a request and asks P and D at once. D follows the request at P by its ticket."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ TICKET = "kvhma_ticket"
 
 
 class Ticket(NamedTuple):
-    """A request that a proxy has given to P and to D at once.
+    """A request that a proxy has sent to P and to D at once.
 
     Attributes:
-        id: random, 16 bytes. Who knows it may follow the request.
+        id: random, 16 bytes. A peer that knows it may follow the request.
         address: P's scheduler.
     """
 
@@ -25,19 +25,19 @@ class Ticket(NamedTuple):
 
 
 def read_ticket_id(params: Mapping[str, Any]) -> bytes | None:
-    """Return the id of the ticket in ``kv_transfer_params``; None without one.
+    """Return the id of the ticket in ``kv_transfer_params``; None without a ticket.
 
     Raises:
-        RequestError: it is none.
+        RequestError: the value is not a ticket.
     """
     return None if params.get(TICKET) is None else bytes.fromhex(hex_digits(params, TICKET))
 
 
 def read_ticket(params: Mapping[str, Any]) -> Ticket | None:
-    """Return the ticket in the ``kv_transfer_params`` of a decode request; None without one.
+    """Return the ticket in the ``kv_transfer_params`` of a decode request; None without a ticket.
 
     Raises:
-        RequestError: it is none, or does not say where P listens.
+        RequestError: the value is not a ticket, or the address of P is missing.
     """
     found = read_ticket_id(params)
     if found is None:

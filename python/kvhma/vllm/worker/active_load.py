@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A load from its order to its report, and the parts in which it is read."""
+"""A load from its order to its report, and its parts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvhma.vllm.worker.lease import LeaseQuestion
 from kvhma.vllm.worker.prefill_engines import PrefillEngine
 
 PART_BYTES = 64 << 20
-"""What of one source is read by one transfer: after a lost connection the parts that had ended are not read again."""
+"""Most bytes of one source in one transfer. After a lost connection, completed parts are not read again."""
 
 _MAX_RESUMES = 2
 """How often lost parts of a load are read again."""
@@ -31,13 +31,13 @@ _MAX_RESUMES = 2
 
 @dataclass(eq=False)
 class ReadPart:
-    """Rows that are read from one source by one transfer.
+    """Rows that one transfer reads from one source.
 
     Attributes:
         source: index of the source in the plan.
         local: rows to write, of shape (n, 3): address, length in bytes, device.
-        remote: rows to read, the same.
-        handle: of the transfer; None before it is posted, and after it was lost.
+        remote: rows to read, of the same shape.
+        handle: of the transfer; None before the part is posted, and after the transfer was lost.
     """
 
     source: int
@@ -45,15 +45,15 @@ class ReadPart:
     remote: NDArray[np.uint64]
     handle: TransferHandle | None = None
 
-    def is_same(self, other: ReadPart) -> bool:
-        """Whether both read the same bytes of the same source to the same place."""
-        pairs = ((self.local, other.local), (self.remote, other.remote))
-        return self.source == other.source and all(np.array_equal(one, two) for one, two in pairs)
+    def is_same(self, part: ReadPart) -> bool:
+        """Whether both parts read the same bytes of the same source to the same place."""
+        pairs = ((self.local, part.local), (self.remote, part.remote))
+        return self.source == part.source and all(np.array_equal(own, compared) for own, compared in pairs)
 
 
 def parts_of(reads: Iterable[Read | PermutedRead], nbytes: int) -> list[ReadPart]:
-    """Cut what a load reads, `nbytes` in all, into parts of :data:`PART_BYTES`; one row is never cut."""
-    if nbytes <= PART_BYTES:  # nearly all
+    """Cut the reads of a load, `nbytes` in all, into parts of :data:`PART_BYTES`. It never cuts a row."""
+    if nbytes <= PART_BYTES:  # nearly every load
         return [ReadPart(read.source, read.local, read.remote) for read in reads]
     parts = []
     for read in reads:
@@ -69,33 +69,33 @@ def parts_of(reads: Iterable[Read | PermutedRead], nbytes: int) -> list[ReadPart
 
 @dataclass(eq=False)
 class ActiveLoad:
-    """A load from its order to its report. It belongs to one thread: who starts it, then the poller, which reports it.
+    """A load from its order to its report. It belongs to one thread: the thread that starts it, then the poller.
 
     Attributes:
-        load: what the scheduler ordered.
-        ordered_at: when it did.
-        after: what the device has to have done before anything is written to its blocks; None if nothing.
-        launched: the same, and what was launched for it since; None if the device has done it.
-        handshakes: how many it has waited for.
-        lost: why its last lost part was; None if none was.
+        load: the scheduler's order.
+        ordered_at: when the scheduler ordered it.
+        after: device work that has to end before the blocks are written to; None without any.
+        launched: `after`, and device work that was launched for the load since; None once it is done.
+        handshakes: number of handshakes that it has waited for.
+        lost: error of the part that was lost last; None if no part was lost.
         resumes: how often lost parts were read again.
-        engine: where the load reads, acquired for it; None before, and once it was released.
+        engine: the acquired engine that the load reads from; None before, and after its release.
         transfer: what it reads and zeroes; None before it is planned.
-        planned_at: when it was, and zeroing was begun.
-        waits_for_device: whether the device had not zeroed by then.
-        places: where it is read into, for each group; None before they are taken.
-        permutes: what has to be put into order once it was read.
-        permuted: whether that was begun.
-        copied: whether it was begun to bring what was read from its places to its blocks.
-        parts: what it reads, in the order in which it is posted; none before it is planned.
-        posted_at: when the last one was.
+        planned_at: when it was planned, and zeroing began.
+        waits_for_device: whether the device was still zeroing then.
+        places: where it reads into, for each group; None before it has places.
+        permutes: ranges to reorder after the read.
+        permuted: whether reordering has begun.
+        copied: whether copying from its places to its blocks has begun.
+        parts: in the order in which they are posted; empty before the load is planned.
+        posted_at: when the last part was posted.
         post_seconds: how long posting took.
         read_at: when the last read had ended; None until then.
-        shown: whether P's board has shown that it held the blocks; None before that was looked at.
-        question: to P, whether it held the blocks, and the place of this load in it; None before it is asked.
-        sums: of what was read, if P makes digests; None before the reads have ended.
-        error: the first one; the load fails once its reads have ended.
-        reported: whether its result is known.
+        verified_by_board: whether P's board shows that P held the blocks; None before D has read it.
+        question: to P, whether it held the blocks, and the index of this load in it; None before D asks.
+        sums: content digests of the load, if P makes digests; None before the reads have ended.
+        error: the first error. The load fails once its reads have ended.
+        reported: whether its result was reported.
     """
 
     load: Load
@@ -117,7 +117,7 @@ class ActiveLoad:
     posted_at: float = 0.0
     post_seconds: float = 0.0
     read_at: float | None = None
-    shown: bool | None = None
+    verified_by_board: bool | None = None
     question: tuple[LeaseQuestion, int] | None = None
     sums: LoadSums | None = None
     error: BaseException | None = None
@@ -125,24 +125,24 @@ class ActiveLoad:
 
     @property
     def is_planned(self) -> bool:
-        """Whether its parts can be posted."""
+        """Whether its parts are ready to be posted."""
         return self.engine is not None and self.transfer is not None
 
     @property
     def wants_answer(self) -> bool:
-        """Whether it has to be found out now if P held its blocks."""
-        may_ask = not self.load.piece and not self.shown and (self.sums is None or self.sums.may_ask)
+        """Whether D has to ask P now if it held the blocks."""
+        may_ask = not self.load.piece and not self.verified_by_board and (self.sums is None or self.sums.may_ask)
         return self.read_at is not None and self.question is None and self.error is None and may_ask
 
     @property
     def has_digest(self) -> bool:
-        """Whether P sums what it holds."""
+        """Whether P makes a digest of its blocks."""
         return self.load.remote.content_seed is not None
 
     def is_device_done(self) -> bool:
-        """Whether nothing is launched any more that writes to its blocks: only then they are read into, or given up."""
+        """Whether no launched work can write to its blocks. Only then D reads into the blocks or cancels the load."""
         if self.launched is not None:
-            with errors_end(self):  # after an error of the device nothing runs there any more
+            with errors_end(self):  # after a device error nothing runs there any more
                 if not self.launched.query():
                     return False
             self.launched = None
@@ -150,11 +150,11 @@ class ActiveLoad:
 
     @property
     def has_read(self) -> bool:
-        """Whether no read is in flight: every part that was posted has ended, or was lost."""
+        """Whether no read is in flight: every posted part has ended or was lost."""
         return all(part.handle is None or part.handle.finished for part in self.parts)
 
     def poll(self) -> None:
-        """Make progress with what is in flight. What is lost with its connection can be read again, but for a piece."""
+        """Poll the reads in flight. Parts that are lost with their connection can be read again, except of a piece."""
         for part in self.parts:
             if part.handle is None or part.handle.finished:
                 continue
@@ -163,7 +163,7 @@ class ActiveLoad:
 
     @contextlib.contextmanager
     def losing(self, part: ReadPart) -> Iterator[None]:
-        """What is raised within ends this load, but for a lost connection: after that the part is read again."""
+        """An error raised within fails this load. After a lost connection the part is read again instead."""
         with errors_end(self):
             try:
                 yield
@@ -173,33 +173,33 @@ class ActiveLoad:
                     raise
 
     def check_same(self, parts: Sequence[ReadPart]) -> None:
-        """Check that after a new handshake it would be read in the same parts, so that those that ended still count.
+        """Check that the load has the same parts after a new handshake, so that completed parts still count.
 
         Raises:
-            PeerLostError: P's memory is another.
+            PeerLostError: P's memory is at other addresses.
         """
         if len(parts) != len(self.parts) or not all(map(ReadPart.is_same, parts, self.parts)):
-            raise PeerLostError(f"{self.lost}; P's caches lie elsewhere since")
+            raise PeerLostError(f"{self.lost}; P's caches are at other addresses since")
 
     @property
     def may_resume(self) -> bool:
-        """Whether nothing is in flight, and parts were lost that are to be read again."""
+        """Whether nothing is in flight, and lost parts are to be read again."""
         is_posted = self.posted_at > 0 and self.error is None
         return is_posted and self.has_read and any(part.handle is None for part in self.parts)
 
     def fail(self, error: BaseException | None) -> None:
-        """Take note of an error; the first one counts, which may be the lost connection that could not be had again."""
+        """Note an error; the first error counts. If a handshake fails after a lost connection, the text names both."""
         if self.error is None:
             if self.lost is not None and isinstance(error, HandshakeError):
-                error = PeerLostError(f"{self.lost}; and connecting again: {error}")
+                error = PeerLostError(f"{self.lost}; and reconnecting: {error}")
             self.error = error
 
 
 @contextlib.contextmanager
 def errors_end(*loads: ActiveLoad) -> Iterator[None]:
-    """Whatever is raised within, a panic of Rust included, is the error of these loads and ends nothing else.
+    """Any error raised within, a panic of Rust included, fails these loads and ends nothing else.
 
-    But where the engine's thread starts a load, what a signal has raised in it ends the engine.
+    But a signal in the engine's thread, while it starts a load, ends the engine.
     """
     try:
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's lease board as a decode worker reads it: what it shows after a read was held during it, and nobody is asked."""
+"""P's lease board as a decode worker reads it. If it has a mark after a read, P held the blocks during the read."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from kvhma.vllm.wire.lease_board import BOARD_BYTES, MARK_BYTES, OPENED
 logger = logging.getLogger("vllm.kvhma")
 
 _PLACES = 16
-"""Places for boards that are registered at a time."""
+"""Places for boards that are registered together."""
 
 _AT_ONCE_SECONDS = 5e-4
-"""How long a thread stays with a reading that it has begun: a network of engines takes some 10 µs."""
+"""How long a thread polls a read that it has begun. A read over the network takes some 10 µs."""
 
 _LATE_SECONDS = 1e-2
-"""How long a reading is waited for altogether; P is asked then."""
+"""How long to wait for a read of the board in all. After that D asks P."""
 
 
 class BoardReader:
-    """Reads one board, as often as it is wanted. Safe to use from several threads."""
+    """Reads one board, again and again. Safe to use from several threads."""
 
     def __init__(self, memory: BoardMemory, place: int, read: PreparedRead) -> None:
-        """Take over a place and the read that fills it."""
+        """Own a place and the prepared read that fills it."""
         self._memory = memory
         self._place: int | None = place
         self._read = read
@@ -45,67 +45,71 @@ class BoardReader:
 
     @property
     def useful(self) -> bool:
-        """Whether P writes to it and it can be read, as far as is known."""
+        """Whether P writes to the board and it can be read, as far as this process knows."""
         return self._useful
 
     @property
     def in_flight(self) -> bool:
-        """Whether something may still be written to its place."""
+        """Whether a read may still write to its place."""
         reading = self._reading
         return reading is not None and not reading.drive()
 
     def look(self, since: float) -> tuple[float, bytes]:
-        """Return the latest time at which it is known what the board has shown, and what that was.
+        """Return the latest known content of the board, and when its read began.
 
         Args:
-            since: what it has shown after this time on the monotonic clock is wanted, and waited for a moment.
+            since: time on the monotonic clock. It reads the board again, and waits a moment, for content after this.
 
         Returns:
-            A time on the monotonic clock, and the board. A board that is not useful, or takes too long, shows nothing
-            now and later.
+            A time on the monotonic clock, and the board. If the board is not useful or takes too long: infinity,
+            and an empty board.
         """
         with self._lock:
             try:
-                self._take()
+                self._take_reading()
                 if self._useful and self._reading is None and self._shown_at <= since:
                     self._began_at = time.monotonic()
                     self._reading = self._read.post()
                     self._reading.wait(_AT_ONCE_SECONDS)
-                    self._take()
-            except KvhmaError as error:  # if P is lost, who asks it hears so
-                logger.info("kvhma: %r is asked for its leases: %s", self._read.peer.name, error)
+                    self._take_reading()
+            except KvhmaError as error:  # if P is lost, the question to P will fail
+                logger.info(
+                    "kvhma: cannot read the lease board of %r, so it is asked for its leases: %s",
+                    self._read.peer.name,
+                    error,
+                )
                 self._useful = False
             late = self._reading is not None and time.monotonic() - self._began_at > _LATE_SECONDS
             return (math.inf, b"") if late or not self._useful else (self._shown_at, self._board)
 
-    def _take(self) -> None:
-        """Take what was read, if a reading has ended."""
+    def _take_reading(self) -> None:
+        """Store the board if a read has ended."""
         if self._useful and self._place is not None and self._reading is not None and self._reading.poll() == "done":
             self._reading, self._shown_at = None, self._began_at
-            self._board = self._memory.copy(self._place)
+            self._board = self._memory.copy_board(self._place)
             self._useful = self._board[MARK_BYTES:].startswith(OPENED)
 
     def close(self) -> None:
-        """Read no more, and give the place back; where a reading is in flight, later. May be called again."""
+        """Stop reading and free the place, after any read in flight. It may be called again."""
         with self._lock:
             self._useful = False
             if self._place is not None and self.in_flight:
                 self._memory.close_later(self)
             elif self._place is not None:
                 self._read.release()
-                self._memory.free(self._place)
+                self._memory.free_place(self._place)
                 self._place = None
 
 
 class BoardMemory:
-    """Memory that boards are read into: a place for each worker. Safe to use from several threads."""
+    """Memory for boards: a place for each worker. Safe to use from several threads."""
 
     def __init__(self, agent: Agent) -> None:
-        """Register nothing yet."""
+        """Start without registered memory."""
         self._agent = agent
         self._lock = threading.Lock()
         self._boards: list[NDArray[np.uint8]] = []
-        """By place."""
+        """The boards by place."""
         self._free: list[int] = []
         self._to_close: set[BoardReader] = set()
 
@@ -113,32 +117,32 @@ class BoardMemory:
         """Return a reader of the board at an address of a peer's memory.
 
         Raises:
-            KvhmaError: nothing can be read there.
+            KvhmaError: the peer's memory cannot be read there.
         """
         with self._lock:
             to_close, self._to_close = self._to_close, set()
-        for one in to_close:
-            one.close()
+        for reader in to_close:
+            reader.close()
         place = self._take_place()
         try:
             local = Region(self._boards[place].ctypes.data, BOARD_BYTES)
             read = self._agent.prepare_read(peer, row_of(local), row_of(Region(address, BOARD_BYTES)))
         except BaseException:
-            self.free(place)
+            self.free_place(place)
             raise
         return BoardReader(self, place, read)
 
-    def copy(self, place: int) -> bytes:
-        """Return what is in a place."""
+    def copy_board(self, place: int) -> bytes:
+        """Return the content of a place."""
         return self._boards[place].tobytes()
 
     def close_later(self, reader: BoardReader) -> None:
-        """Close a reader again when the next one is made."""
+        """Close a reader when the next reader is made."""
         with self._lock:
             self._to_close.add(reader)
 
-    def free(self, place: int) -> None:
-        """Nothing is read into a place any more."""
+    def free_place(self, place: int) -> None:
+        """Free a place that no read writes to any more."""
         with self._lock:
             self._free.append(place)
 

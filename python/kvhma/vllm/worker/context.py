@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of the connector in a worker's process share."""
+"""What the connector's parts in a worker's process share."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class WorkerContext:
 
     Attributes:
         settings: of the connector.
-        secrets: that the engine shares with others.
+        secrets: that the engine shares with other engines.
         engine_id: name of the engine.
         identity: of the model that it runs.
         geometry: its caches.
-        agent: with which they are registered.
-        device: that the engine's caches are on.
-        rank: of this worker among all of its engine: stage by stage its tensor-parallel ranks.
-        may_wait: whether a step may wait for loads without keeping other engines or stages from theirs.
-        proof_key: for questions whose answers are to be proved.
-        cp_tp_size: how many neighbouring tensor-parallel ranks share the tokens of a cache.
-        board: of this worker, registered with the agent; None if its scheduler shows nothing.
+        agent: NIXL agent with which the caches are registered.
+        device: of the engine's caches.
+        rank: of this worker in its engine: tensor-parallel ranks, stage by stage.
+        may_wait: whether a step may wait for loads without delaying other engines or stages.
+        proof_key: for questions whose answers need a proof.
+        cp_tp_size: number of neighbouring tensor-parallel ranks that share the tokens of a cache.
+        board: of this worker, registered with the agent; None without a lease board.
     """
 
     settings: Settings

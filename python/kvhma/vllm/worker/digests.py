@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of what blocks hold: P's worker sums what the scheduler names, D's what a load has read."""
+"""Content digests: P's worker sums the blocks that its scheduler names, D's worker what a load has read."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvhma.vllm.worker.results import LoadResults
 logger = logging.getLogger("vllm.kvhma")
 
 _ASK_AGAIN_SECONDS = 0.01
-"""Pause before P is asked again that had no digest yet: it has one a step or two after the request's last one."""
+"""Pause before D asks P again for a digest. P has it a step or two after the request's last step."""
 
 
 def check_digests(settings: Settings, geometry: Geometry, cp_tp_size: int) -> None:
-    """Check that the caches can be summed, if the settings ask for it.
+    """Check that the caches can be summed, if the settings ask for digests.
 
     Raises:
-        SettingsError: they are not in host memory.
+        SettingsError: the caches are not in host memory.
         GeometryError: a layer's shard is not the equal share of its rank.
     """
     if not settings.content_digests:
@@ -43,7 +43,7 @@ def check_digests(settings: Settings, geometry: Geometry, cp_tp_size: int) -> No
 
 
 class PrefillSums:
-    """P's part: sums blocks of finished requests, each in a thread of its own, which the engine does not wait for."""
+    """P's part: sums blocks of finished requests in separate threads, which the engine does not wait for."""
 
     def __init__(self, geometry: Geometry, results: LoadResults, cp_tp_size: int) -> None:
         """Start with nothing to sum."""
@@ -59,7 +59,7 @@ class PrefillSums:
             self._running.append(in_thread("kvhma-digests", lambda: self._sum(orders)))
 
     def close(self, timeout: float) -> None:
-        """Wait until nothing is read from the caches any more."""
+        """Wait until no thread reads the caches any more."""
         wait(self._running, timeout)
 
     def _sum(self, orders: Sequence[DigestOrder]) -> None:
@@ -69,12 +69,12 @@ class PrefillSums:
                 digest = content_digest(self._geometry, order.num_tokens, list(order.spans), order.seed, self._counting)
                 self._results.note_prefill_digest(order.key, digest)
                 self._results.stats.record(digest_seconds=time.monotonic() - started)
-            except BaseException:  # a panic in Rust is no Exception; D finds that there is no digest
-                logger.exception("kvhma: the blocks of %s cannot be summed", order.key.request_id)
+            except BaseException:  # a panic in Rust is no Exception; D times out without the digest
+                logger.exception("kvhma: cannot sum the blocks of %s", order.key.request_id)
 
 
 class LoadSums:
-    """D's part: what one load has read, summed in a thread of its own, and what P says that it holds."""
+    """D's part: the digest of what a load has read, summed in a separate thread, and P's digest."""
 
     def __init__(self, load: Load, seed: int, sums: Callable[[], ContentDigest], timeout: float) -> None:
         """Begin to sum what a load has read.
@@ -82,8 +82,8 @@ class LoadSums:
         Args:
             load: its reads have ended.
             seed: of the digest.
-            sums: sums it.
-            timeout: seconds after which P should have said what it holds.
+            sums: returns the digest.
+            timeout: seconds to wait for P's digest.
         """
         self._load = load
         self._seed = seed
@@ -94,15 +94,15 @@ class LoadSums:
 
     @property
     def may_ask(self) -> bool:
-        """Whether P may be asked now."""
+        """Whether D may ask P now."""
         return time.monotonic() >= self._ask_at
 
-    def take(self, content: bytes | None) -> bool:
-        """Take what P says it holds; return whether it has said so, else it is to be asked again.
+    def take_prefill_digest(self, content: bytes | None) -> bool:
+        """Take P's digest, if the answer has it; return whether P's digest is here. If not, ask P again.
 
         Raises:
-            DigestError: it has not said in time.
-            RequestError: it says what is no digest, or none of these tokens.
+            DigestError: P has not sent it in time.
+            RequestError: `content` is not a digest, or is a digest of other tokens.
         """
         if self._prefill is None and content is not None:
             digest = ContentDigest.from_bytes(content)
@@ -114,19 +114,19 @@ class LoadSums:
             return True
         if time.monotonic() > self._deadline:
             name = self._load.remote.lease_key.request_id
-            raise DigestError(f"P has announced a digest of {name!r} and does not have it; does its log say why?")
+            raise DigestError(f"P has announced a digest of {name!r} and does not have it: see its log")
         self._ask_at = time.monotonic() + _ASK_AGAIN_SECONDS
         return False
 
     def close(self) -> None:
-        """Wait until nothing is read any more; what was read is of no use."""
+        """Wait until the thread does not read the caches any more; its result is dropped."""
         wait([self._future])
 
     def result(self) -> LoadDigest | None:
-        """Return both sums; None while they are not there.
+        """Return both digests; None while one is missing.
 
         Raises:
-            KvhmaError: what was read cannot be summed.
+            KvhmaError: the blocks cannot be summed.
         """
         if self._prefill is None or not self._future.done():
             return None
@@ -136,7 +136,7 @@ class LoadSums:
 def sums_of(
     plan: Plan, transfer: Transfer, load: Load, places: Sequence[Span], geometry: Geometry, cp_tp_size: int
 ) -> Callable[[], ContentDigest]:
-    """Return what sums a load's blocks: of each group the tokens that were moved, by earlier pieces too."""
+    """Return a function that sums a load's blocks: in each group the tokens that this load and earlier pieces moved."""
     first_tokens = list(transfer.first_tokens)
     for index, (held, span) in enumerate(zip(load.held, load.spans, strict=bool(load.held))):
         if len(held.ids) > len(span.ids):

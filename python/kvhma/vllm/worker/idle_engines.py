@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets go of prefill engines that nothing is read from any more: connection, plan, and memory that is mapped."""
+"""Evicts prefill engines that are not read from any more: connection, plan and mapped memory."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
 logger = logging.getLogger("vllm.kvhma")
 
 _GONE_SECONDS = 3600.0
-"""After how long it is asked whether an engine is still there, without the setting ``engine_ttl``."""
+"""Without the setting ``engine_ttl``: idle time after which an engine is asked whether it is still there."""
 
 _MIN_INTERVAL_SECONDS = 0.05
 _MAX_INTERVAL_SECONDS = 60.0
 
 
 class IdleEngineWatch:
-    """Looks for such engines in a thread of its own.
+    """Looks for idle engines in a separate thread.
 
-    With ``engine_ttl`` each goes that was not used for so long, but for those of ``prefill_engines`` that still answer.
-    Without it all that answer are kept: NIXL does not close the connection to an agent that lives when that is removed,
-    so each new one would be one more. ``max_peers`` bounds them. Where the agent has ended, nothing of it is left.
+    With ``engine_ttl`` it evicts each engine that was idle for so long, except engines of ``prefill_engines`` that
+    answer. Without the setting it evicts only engines that do not answer. The reason: when a living agent is removed,
+    NIXL leaves its connection open, and each new connection adds to these. ``max_peers`` bounds their number.
     """
 
     def __init__(self, context: WorkerContext, engines: PrefillEngines, counters: Counters) -> None:
-        """Start the thread, unless the setting says that engines are kept."""
+        """Start the thread, unless the setting says never to evict."""
         self._engines = engines
         self._counters = counters
         setting = context.settings.engine_ttl
-        self._keep_living = setting is None
+        self._spare_living = setting is None
         self._operators = frozenset(context.settings.prefill_engines)
         self._seconds = _GONE_SECONDS if setting is None else setting
         self._closed = threading.Event()
@@ -53,28 +53,28 @@ class IdleEngineWatch:
     def _run(self) -> None:
         while not self._closed.wait(min(max(self._seconds / 4, _MIN_INTERVAL_SECONDS), _MAX_INTERVAL_SECONDS)):
             since = time.monotonic() - self._seconds
-            for engine in self._engines.unused(since):
+            for engine in self._engines.unused_engines(since):
                 if self._closed.is_set():
                     return
-                self._let_go(engine, since)
+                self._evict_if_gone(engine, since)
 
-    def _let_go(self, engine: PrefillEngine, since: float) -> None:
-        # The operator's engines are connected to again and again: each time would leave a connection.
-        if (self._keep_living or engine.address in self._operators) and self._lives(engine):
-            engine.used_at = time.monotonic()  # asked again after as long
+    def _evict_if_gone(self, engine: PrefillEngine, since: float) -> None:
+        # D reconnects to the operator's engines again and again; each eviction would leave a connection open.
+        if (self._spare_living or engine.address in self._operators) and self._is_alive(engine):
+            engine.used_at = time.monotonic()  # so it is asked again after the same time
             return
-        if self._engines.drop(engine, since):
+        if self._engines.evict_engine(engine, since):
             self._counters.count("idle_engines")
             logger.info(
-                "kvhma: nothing was read from %s for %.0f s: its connection, plan and mapped memory are let go",
+                "kvhma: evicting %s, idle for %.0f s: its connection, plan and mapped memory",
                 engine.address,
                 self._seconds,
             )
 
-    def _lives(self, engine: PrefillEngine) -> bool:
-        """Return whether the same incarnation of an engine answers."""
+    def _is_alive(self, engine: PrefillEngine) -> bool:
+        """Return whether an engine answers and was not restarted."""
         try:
-            client = engine.clients.take()
+            client = engine.clients.take_client()
         except HandshakeError:
             return False
         try:
@@ -82,5 +82,5 @@ class IdleEngineWatch:
         except HandshakeError:
             return False
         finally:
-            engine.clients.release(client)
+            engine.clients.release_client(client)
         return int.from_bytes(info.incarnation_id, "big") == engine.incarnation_id

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Did P hold what was read until the read had ended? It is asked afterwards, so that no clock is needed."""
+"""Did P hold the blocks until the read had ended? D asks after the read, so no clock is needed."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from kvhma.vllm.wire.proofs import Proving, is_proved
 
 
 class LeaseQuestion:
-    """One question to P for some reads that have ended: does it hold what they read?
+    """One question to P about some completed reads: does it hold the blocks?
 
-    P keeps a request under a key from the request's end until it frees the blocks, and uses no key twice. So when it
-    says afterwards that it holds the blocks, it has held them all the time, whatever the clocks of both say::
+    Each lease has a unique key, from the request's end until P frees the blocks. If the lease still exists after the
+    read, P has held the blocks all the time. This does not depend on clocks::
 
         P   held |--------------------------------------------------|--------> freed
         D             |------- read -------|   asked   answered
                                                |-----------|
 
-    It is asked at once if there is a connection; if not, a thread connects and asks. It belongs to one thread at a
-    time.
+    It asks at once over an idle connection. Without an idle connection a thread connects and asks. It belongs to one
+    thread at a time.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class LeaseQuestion:
 
         Args:
             clients: of P's scheduler.
-            claims: what was read, and by whom; at most `MAX_CLAIMS`.
-            outcomes: of each claim, to release those that P held; none to release nothing.
-            contents: whether P is asked for the digests of what the blocks hold, too; nothing is released then.
-            timeout: seconds to wait for the answer, and as long for a new connection.
-            proving: how the answer has to be proved to be of the engine that was read; None if it need not be.
+            claims: what was read, and by which reader; at most `MAX_CLAIMS`.
+            outcomes: of each claim, to release the claims that P held; empty to release nothing.
+            contents: whether to ask P for the content digests of the blocks, too. Then nothing is released.
+            timeout: seconds to wait for the answer, and the same for a new connection.
+            proving: checks that the answer comes from the engine that was read; None without proofs.
         """
         self._clients = clients
         self._claims = claims
@@ -70,7 +70,7 @@ class LeaseQuestion:
         self._client: Client | None = None
         self._future: Future[Leases] | None = None
         self._deadline = time.monotonic() + timeout
-        client = clients.take_idle()
+        client = clients.take_idle_client()
         if client is None:
             self._ask_anew()
         else:
@@ -78,23 +78,23 @@ class LeaseQuestion:
 
     @property
     def open(self) -> bool:
-        """Whether P may still answer. Any thread may ask."""
+        """Whether P may still answer. Any thread may call this."""
         return self._answer is None and self._error is None and time.monotonic() < self._deadline
 
     def close(self) -> None:
-        """Do not wait for the answer any more."""
+        """Stop waiting for the answer."""
         if self._answer is None and self._error is None:
             self._fail(HandshakeTimeoutError("no answer in time"))
         client, self._client = self._client, None
         if client is not None:
-            self._clients.release(client)
+            self._clients.release_client(client)
 
     def fileno(self) -> int | None:
-        """Return what is readable once P has answered over a connection that was there; None without one."""
+        """Return the file descriptor of the idle connection that was used; None without it."""
         return None if self._client is None else self._client.fileno()
 
     def poll(self) -> bool:
-        """Return whether P has answered, or will not. Never waits."""
+        """Return whether P has answered, or will not answer. Never waits."""
         if self._client is not None:
             self._poll_client(self._client)
         if self._future is not None:
@@ -105,12 +105,12 @@ class LeaseQuestion:
         return False
 
     def check(self, index: int) -> None:
-        """Check that P held what the claim at `index` reads; the question has been answered.
+        """Check that P held the blocks of the claim at `index`. P has answered.
 
         Raises:
-            LeaseEndedError: it did not.
-            LeaseUnknownError: it has not said.
-            RequestError: it handed out other parameters than those of the claim.
+            LeaseEndedError: P did not hold them.
+            LeaseUnknownError: there is no valid answer.
+            RequestError: P handed out other parameters than those of the claim.
         """
         if self._error is not None:
             raise self._error.with_traceback(None)
@@ -120,11 +120,15 @@ class LeaseQuestion:
         name = one_line(self._claims[index].key.request_id)
         if state is LeaseState.OTHER:
             raise RequestError(f"P handed out other parameters for {name!r} than these: they were changed on the way")
-        why = "it has too many readers" if state is LeaseState.FULL else "its lease has ended, or others have read it"
+        why = (
+            "it has too many readers"
+            if state is LeaseState.FULL
+            else "its lease has ended, or other readers have read it"
+        )
         raise LeaseEndedError(f"P does not hold {name!r} for this reader: {why}")
 
     def content(self, index: int) -> bytes | None:
-        """Return P's digest of what the claim at `index` reads; None if P has none yet."""
+        """Return P's content digest for the claim at `index`; None if P has none yet."""
         contents = None if self._answer is None else self._answer.contents
         return None if contents is None or len(contents) != len(self._claims) else contents[index]
 
@@ -142,13 +146,13 @@ class LeaseQuestion:
             return
         self._client = None
         try:
-            self._take(client.receive(Leases))
+            self._take_answer(client.receive(Leases))
         except HandshakeError as error:
             if time.monotonic() < self._deadline:
-                self._ask_anew()  # the connection was an old one, which P has ended
+                self._ask_anew()  # P had closed the old connection
             else:
                 self._fail(error)
-        self._clients.release(client)
+        self._clients.release_client(client)
 
     def _ask_anew(self) -> None:
         self._deadline = time.monotonic() + 2 * self._timeout
@@ -158,22 +162,22 @@ class LeaseQuestion:
             self._fail(error)
 
     def _ask_in_thread(self) -> Leases:
-        client = self._clients.take()
+        client = self._clients.take_client()
         try:
             return client.ask(self._question, Leases)
         finally:
-            self._clients.release(client)
+            self._clients.release_client(client)
 
     def _poll_future(self, future: Future[Leases]) -> None:
         if future.done():
             error = future.exception()
             if error is None:
-                self._take(future.result())
+                self._take_answer(future.result())
             else:
                 self._fail(error)
             self._future = None
 
-    def _take(self, answer: Leases) -> None:
+    def _take_answer(self, answer: Leases) -> None:
         question, proving = self._question, self._proving
         if len(answer.states) != len(self._claims):
             self._fail(HandshakeError(f"{len(self._claims)} claims, {len(answer.states)} answers"))

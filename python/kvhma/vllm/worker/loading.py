@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queued loads become active ones: their engine is found, their reads planned and posted."""
+"""The loader finds the engine of each queued load, plans its reads and posts them."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
 from kvhma.vllm.worker.results import LoadResults
 
 _MAX_HANDSHAKES = 3
-"""Handshakes that a load waits for. An engine that was lost again after each of them will not serve it."""
+"""Most handshakes that a load waits for. An engine that was lost after each of them will not serve it."""
 
 _MAX_BATCH = 32
-"""Loads that are started before they are handed over to the poller."""
+"""Most loads that are started before the poller gets them."""
 
 _DEVICE_SECONDS = 5e-4
-"""Pause between two looks at the device while it zeroes for loads, or at places while there are none to read into."""
+"""Pause between two checks whether the device has zeroed, or whether there are places to read into."""
 
 _SHORT_BLOCKS = 1024
 _SHORT_BYTES = 4 << 20
-"""Of a load that the engine's thread plans and reads: a transport may copy the bytes within the post, in about 1 ms."""
+"""Limits of a load that the engine's thread plans and reads. A transport may copy the bytes within the post: 1 ms."""
 
 _IDLE_BYTES = 32 << 20
-"""The same in a step that computes nothing: only requests that arrive meanwhile wait, and no longer than for a load."""
+"""The limit in a step that computes nothing: only new requests wait, and no longer than for a load."""
 
 _AT_ONCE_SECONDS = 2e-2
-"""How long the engine's thread goes on to start loads of one step."""
+"""How long the engine's thread may start loads of one step."""
 
 
 class Loader:
-    """Starts loads in a thread of its own, or in the engine's. What does not end at once is handed over to the poller.
+    """Starts loads in its own thread or in the engine's. The poller gets the loads that do not end at once.
 
-    One thread is enough: most of starting a load is Python, so several would wait for each other, and for vLLM's.
+    One thread is enough: starting a load is mostly Python, so several threads would wait for each other and for vLLM's.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class Loader:
         results: LoadResults,
         queued: queue.SimpleQueue[ActiveLoad | None],
     ) -> None:
-        """Start the thread; `queued` are the loads that it takes, which may be the poller's too."""
+        """Start the thread, which takes loads from `queued`; the poller puts loads there too."""
         self._agent = context.agent
         self._geometry = context.geometry
         pages = [(layer.group, layer.page.nbytes) for layer in context.geometry.layers]
         self._block_bytes = [
-            sum(nbytes for of, nbytes in pages if of == index) * group.ratio
+            sum(nbytes for of_group, nbytes in pages if of_group == index) * group.ratio
             for index, group in enumerate(context.geometry.groups)
         ]
-        """Of a block, by group."""
+        """Bytes of a block, by group."""
         self._permute_bytes = context.settings.permute_bytes
         self._memory = memory
         self._engines = engines
@@ -79,62 +79,62 @@ class Loader:
         self._queue = queued
         self._closed = threading.Event()
         self._batch: deque[ActiveLoad] = deque()
-        """Loads that are started next."""
+        """Loads to start next."""
         self._zeroing: deque[ActiveLoad] = deque()
-        """Loads that are posted once the device has zeroed what they do not cover."""
+        """Loads to post once the device has zeroed what they do not cover."""
         self._without_room: deque[ActiveLoad] = deque()
-        """Loads that are started once others have left places to read into."""
+        """Loads to start once other loads have released places to read into."""
         self._starting: ActiveLoad | None = None
         self._started: list[ActiveLoad] = []
-        """Loads that were not handed over yet."""
+        """Started loads that the poller does not have yet."""
         self._thread = SupervisedThread(
             "kvhma-load", memory.device.chosen(self._run), results.stats, recover=self._end_starting
         )
 
-    def add(
+    def start_or_queue(
         self, loads: Sequence[Load], after: torch.Event | None = None, *, at_once: bool = False, idle: bool = False
     ) -> set[str]:
-        """Take loads; return the requests of those that the calling thread has started and that have not ended.
+        """Start short loads here and queue the others; return the requests whose started loads have not ended.
 
         Args:
             loads: that were ordered.
-            after: what the device has to have done before anything is written to their blocks.
-            at_once: whether the calling thread starts the short ones itself, for 20 ms at most. Nothing has to be woken
-                for them and nothing shares their core, so they end earlier than in the loader's thread.
-            idle: whether that thread computes nothing in this step, so that longer ones are short.
+            after: device work that has to end before the blocks are written to.
+            at_once: whether the calling thread starts short loads itself, for 20 ms at most. They end earlier than in
+                the loader's thread: no thread has to wake up, and none shares the core.
+            idle: whether the calling thread computes nothing in this step. Then longer loads count as short.
         """
         now = time.monotonic()
-        most = _IDLE_BYTES if idle else _SHORT_BYTES
-        # Who polls a read may copy for all that are in flight, so there must be none but the short ones.
+        limit = _IDLE_BYTES if idle else _SHORT_BYTES
+        # Polling a read may copy for all reads in flight, so only short loads may be in flight.
         at_once = at_once and not self._agent.is_reading
         started: list[ActiveLoad] = []
         others: list[ActiveLoad] = []
         for load in loads:
             active = ActiveLoad(load, now, after)
-            may_start = at_once and self._is_short(load, most) and time.monotonic() - now < _AT_ONCE_SECONDS
+            may_start = at_once and self._is_short(load, limit) and time.monotonic() - now < _AT_ONCE_SECONDS
             (started if may_start and self._start_at_once(active) else others).append(active)
-        left = started
+        not_ended = started
         if started:
             with errors_end(*started):
-                left = self._poller.stay_with(started, lambda: True)
-            self._poller.add(left)
+                not_ended = self._poller.stay_with(started, lambda: True)
+            self._poller.add_loads(not_ended)
         for active in others:
             self._queue.put(active)
-        return {active.load.request_id for active in left if not active.load.piece}
+        return {active.load.request_id for active in not_ended if not active.load.piece}
 
-    def _is_short(self, load: Load, most: int) -> bool:
-        """Return whether the blocks that a load fills are few, of `most` bytes together. It is not planned for that."""
+    def _is_short(self, load: Load, limit: int) -> bool:
+        """Return whether a load fills few blocks, of at most `limit` bytes. This does not need its plan."""
         blocks = nbytes = 0
         for span, block_bytes in zip(load.spans, self._block_bytes, strict=True):
             blocks += len(span.ids)
             nbytes += len(span.ids) * block_bytes
-        return blocks <= _SHORT_BLOCKS and nbytes <= most
+        return blocks <= _SHORT_BLOCKS and nbytes <= limit
 
     def _start_at_once(self, active: ActiveLoad) -> bool:
-        """Start a load in the calling thread; return whether nothing is left for the loader's to do."""
+        """Start a load in the calling thread; return whether the loader's thread has nothing left to do for it."""
         with errors_end(active):
-            # A handshake would give the load to the loader, and two threads would have it.
-            active.engine = self._engines.acquire_known(active.load.remote.incarnation)
+            # Not acquire_engine: a handshake would queue the load for the loader, and two threads would own it.
+            active.engine = self._engines.acquire_known_engine(active.load.remote.incarnation)
             if active.engine is None:
                 return False
             self._plan(active)
@@ -146,12 +146,12 @@ class Loader:
         return True
 
     def close(self) -> None:
-        """Start nothing any more; the poller finishes what was started."""
+        """Stop starting loads; the poller finishes the started loads."""
         self._closed.set()
         self._queue.put(None)
 
     def join(self, timeout: float) -> None:
-        """Wait for the thread's end."""
+        """Wait until the thread ends."""
         self._thread.join(timeout)
 
     def _run(self) -> None:
@@ -160,19 +160,19 @@ class Loader:
                 self._take_batch()
             with short_turns:  # each load takes Python's lock some ten times
                 self._start_batch()
-        self._poller.finish()
+        self._poller.finish_loads()
 
     def _end_starting(self, error: BaseException) -> None:
-        """After an error of this class itself, the load that was in its hands fails; nobody else's does."""
+        """After an error in this class, fail only the load that was being started."""
         starting, self._starting = self._starting, None
         if starting is not None:
             starting.fail(error)
             self._started.append(starting)
 
     def _take_batch(self) -> None:
-        """Wait for a load and take it with those that are queued after it; none once it is closed.
+        """Wait for a load, and take it with the loads queued after it. It takes nothing once the loader is closed.
 
-        While loads wait for the device, or for room, it is not waited for long.
+        While loads wait for the device, or for places, it only waits for a moment.
         """
         self._batch.extend(self._without_room)
         self._without_room.clear()
@@ -200,12 +200,12 @@ class Loader:
             # Earlier loads may have ended by now: some transports copy inside the post.
             self._started = self._poller.advance(self._started, more_to_come=bool(self._batch))
         self._post_zeroed()
-        self._poller.add(self._poller.stay_with(self._started, lambda: not self._zeroing and self._queue.empty()))
+        self._poller.add_loads(self._poller.stay_with(self._started, lambda: not self._zeroing and self._queue.empty()))
         self._started = []
 
     def _post_zeroed(self) -> None:
-        """Post the reads of loads into whose blocks the device writes nothing any more."""
-        for active in [one for one in self._zeroing if one.is_device_done()]:
+        """Post the reads of loads whose blocks the device does not write to any more."""
+        for active in [load for load in self._zeroing if load.is_device_done()]:
             self._starting = active
             self._zeroing.remove(active)
             with errors_end(active):
@@ -214,19 +214,21 @@ class Loader:
             self._starting = None
 
     def _plan(self, active: ActiveLoad) -> None:
-        """Plan a load and begin to zero what it does not cover; or queue it again after a handshake.
+        """Plan a load and begin to zero what it does not cover. If it needs a handshake, queue it again after that.
 
-        Without room for it, it is left without a transfer. One that was planned and has lost a part keeps its plan.
+        Without places to read into, the load stays without a transfer. A load that has lost a part keeps its plan.
         """
         if active.error is not None or active.is_planned:
             return
         load = active.load
         if active.engine is None:
-            active.engine = self._engines.acquire(load.remote.incarnation, partial(self._after_handshake, active))
+            active.engine = self._engines.acquire_engine(
+                load.remote.incarnation, partial(self._after_handshake, active)
+            )
         if active.engine is None:
             return
         if active.places is None:
-            active.places = self._memory.take(load.spans)
+            active.places = self._memory.take_places(load.spans)
         if active.places is None:
             return
         transfer = active.engine.plan.transfer(load.num_tokens, list(active.places), list(load.remote.spans))
@@ -242,7 +244,7 @@ class Loader:
     def _reads(
         self, engine: PrefillEngine, transfer: Transfer
     ) -> tuple[Sequence[Read | PermutedRead], NDArray[np.uint64] | None]:
-        """Return what is read, and what has to be put into order afterwards; None if nothing ever has."""
+        """Return the reads, and the ranges to reorder afterwards; None if the setting is off."""
         if not self._permute_bytes:
             return transfer.reads, None
         remote = [None if peer is None else peer.geometry for peer in engine.peers]
@@ -251,13 +253,13 @@ class Loader:
         return reads, np.concatenate(permutes) if permutes else None
 
     def _post(self, active: ActiveLoad) -> None:
-        """Post what a load that was planned has not read yet."""
+        """Post the parts of a planned load that were not read yet."""
         if active.transfer is None or active.engine is None or active.error is not None:
             return
         started = time.monotonic()
         if not self._memory.device.is_host:
             self._counters.record(zero_seconds=started - active.planned_at)
-            self._counters.count("waiting_posts", active.waits_for_device)
+            self._counters.count("delayed_posts", active.waits_for_device)
         for part in active.parts:
             if part.handle is None and active.error is None:
                 with active.losing(part):

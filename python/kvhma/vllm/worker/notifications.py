@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drops what others send through NIXL: nothing here waits for it, and NIXL would keep all of it."""
+"""Drops notifications that peers send through NIXL. kvhma does not use them, and NIXL would store them all."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from kvhma.vllm.wire import peer_log
 
 _INTERVAL_SECONDS = 1.0
 _BUSY_SECONDS = 0.01
-"""How long to wait for the next ones, and how long if there were many."""
+"""Pause between two reads, and after a read with many notifications."""
 
 _MANY = 1024
 
 
 class NotificationDrain:
-    """Reads and drops notifications in a thread of its own, which may wait for NIXL's lock."""
+    """Reads and drops notifications in a separate thread, which may wait for NIXL's lock."""
 
     def __init__(self, agent: Agent, device: CacheDevice, counters: Counters) -> None:
-        """Start to drop an agent's notifications; those that no kvhma sends are counted."""
+        """Start to drop and count an agent's notifications."""
         self._agent = agent
         self._counters = counters
         self._closed = threading.Event()
         self._thread = SupervisedThread("kvhma-notifications", device.chosen(self._run), counters)
 
     def close(self, timeout: float) -> None:
-        """Stop."""
+        """Stop the thread."""
         self._closed.set()
         self._thread.join(timeout)
 
@@ -47,6 +47,6 @@ class NotificationDrain:
             peer_log.logger.warning("kvhma: %s", error)
             return 0
         if number:
-            peer_log.logger.warning("kvhma: %d notifications of NIXL that no kvhma sends were dropped", number)
+            peer_log.logger.warning("kvhma: dropped %d notifications of NIXL, which kvhma never sends", number)
             self._counters.count("dropped_notifications", number)
         return number

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Active loads: their reads are polled, then P is asked whether it held the blocks, then they are reported."""
+"""The poller polls the reads of active loads, checks that P held the blocks, and reports the loads."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ logger = logging.getLogger("vllm.kvhma")
 
 _POLL_SECONDS = 5e-4
 _ANSWER_MILLISECONDS = 1
-"""Pauses between two polls: while reads are in flight, and while only answers of prefill engines are missing."""
+"""Pauses between two polls: with reads in flight, and with only answers of prefill engines missing."""
 
 _STAY_SECONDS = 2e-3
-"""How long a thread stays with loads that only wait for answers: most come before another one would be awake."""
+"""How long a thread polls loads that only wait for answers. Most answers come before another thread would wake up."""
 
 _ASK_SECONDS = 2e-3
-"""How long a load that was read waits for others of its step, to be asked for together with them."""
+"""How long a read load waits for other loads of its step, so that one question covers all."""
 
 
 class LoadPoller:
-    """Drives active loads to their end, in a thread of its own; who starts them may do the first polls itself."""
+    """Drives active loads to their end, in its own thread. The thread that starts loads may do the first polls."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class LoadPoller:
         Args:
             context: of the worker.
             memory: that reads write to.
-            engines: that are read from.
-            results: where loads are reported.
-            queued: the loader's, for loads of which a part was lost.
+            engines: that loads read from.
+            results: that loads are reported to.
+            queued: the loader's queue, for loads that have lost a part.
         """
         self._geometry = context.geometry
         self._memory = memory
@@ -68,7 +68,7 @@ class LoadPoller:
         self._timeout = context.settings.handshake_timeout
         """Seconds to wait for an answer of a prefill engine."""
         self._rank = str(context.rank)
-        """By which transfers are counted."""
+        """The label under which transfers are counted."""
         self._spans = Spans(context.rank, results.stats)
         self._cp_tp_size = context.cp_tp_size
         self._group_labels = [f"{index} {group.kind}" for index, group in enumerate(self._geometry.groups)]
@@ -76,30 +76,30 @@ class LoadPoller:
         self._active: list[ActiveLoad] = []
         self._finishing = False
         self._unmeasured: deque[tuple[ActiveLoad, Transfer, float]] = deque()
-        """Loads that were reported, and when."""
+        """Reported loads, and when they were reported."""
         self._questions: WeakKeyDictionary[PrefillEngine, LeaseQuestion] = WeakKeyDictionary()
         """The last question to each engine."""
         self._thread = SupervisedThread("kvhma-poll", memory.device.chosen(self._run), results.stats)
 
-    def add(self, loads: list[ActiveLoad]) -> None:
-        """Hand over active loads; the caller must not touch them any more."""
+    def add_loads(self, loads: list[ActiveLoad]) -> None:
+        """Give active loads to the thread. The caller must not touch them any more."""
         if loads:
             self._incoming.put(loads)
 
-    def finish(self) -> None:
-        """Let the thread end once every load has; nothing may be added any more."""
+    def finish_loads(self) -> None:
+        """End the thread once every load has ended. No load may be added after this."""
         self._incoming.put(None)
 
     def join(self, timeout: float) -> None:
-        """Wait for the thread's end."""
+        """Wait until the thread ends."""
         self._thread.join(timeout)
 
     def advance(self, loads: list[ActiveLoad], *, more_to_come: bool = False) -> list[ActiveLoad]:
-        """Poll each load once; report those that have ended and return the others.
+        """Poll each load once; report the loads that have ended and return the others.
 
         Args:
-            loads: they belong to the thread that calls this.
-            more_to_come: whether the thread will have more loads in a moment, for which P can be asked too.
+            loads: owned by the calling thread.
+            more_to_come: whether the thread will have more loads in a moment, so that one question can cover them too.
         """
         for active in loads:
             self._poll_reads(active)
@@ -107,10 +107,10 @@ class LoadPoller:
         return [active for active in loads if not self._end(active) and not self._resume(active)]
 
     def stay_with(self, loads: list[ActiveLoad], has_time: Callable[[], bool]) -> list[ActiveLoad]:
-        """Poll loads, and wait a little for answers if only answers are missing; return those that have not ended.
+        """Poll loads, and wait a little if only answers are missing; return the loads that have not ended.
 
         Args:
-            loads: they belong to the thread that calls this.
+            loads: owned by the calling thread.
             has_time: whether the thread has nothing else to do.
         """
         deadline = time.monotonic() + _STAY_SECONDS
@@ -123,7 +123,7 @@ class LoadPoller:
         return loads
 
     def measure(self) -> None:
-        """Have the thread count what reported loads took, while the engine goes on."""
+        """Have the thread measure reported loads, while the engine continues."""
         if self._unmeasured:
             self._incoming.put([])
 
@@ -140,7 +140,7 @@ class LoadPoller:
         self._spans.close(self._timeout)
 
     def _next(self) -> list[ActiveLoad] | None:
-        """Pause until the next poll and return what was handed over meanwhile; None: there will be no more."""
+        """Pause until the next poll and return the loads that were added meanwhile; None after :meth:`finish_loads`."""
         if not self._active:
             return self._incoming.get()
         try:
@@ -152,7 +152,7 @@ class LoadPoller:
             return []
 
     def wait_for_answers(self, loads: Sequence[ActiveLoad]) -> None:
-        """Pause until a prefill engine has answered about one of some loads, but not for long."""
+        """Pause until a prefill engine has answered about a load, for a moment at most."""
         answers = select.poll()
         for question in {active.question[0] for active in loads if active.question is not None}:
             if (fileno := question.fileno()) is not None:
@@ -170,25 +170,25 @@ class LoadPoller:
             if not active.is_device_done():
                 return
         active.read_at = time.monotonic()
-        self._results.note_read()
+        self._results.note_load_read()
         if active.has_digest and active.error is None:
             with errors_end(active):
                 self._sum(active)
 
     def _resume(self, active: ActiveLoad) -> bool:
-        """Have lost parts of a load read again, once the engine is connected again; return whether there are some."""
+        """Queue a load with lost parts to be read again, after a new connection; return whether it has lost parts."""
         if not active.may_resume:
             return False
         engine, active.engine = active.engine, None
         active.resumes += 1
         with errors_end(active):
             if engine is not None:
-                self._engines.release(engine)
+                self._engines.release_engine(engine)
         lost = [part for part in active.parts if part.handle is None]
         self._results.stats.count("resumed_loads")
         self._results.stats.count("reread_bytes", sum(int(part.local[:, 1].sum()) for part in lost))
         logger.warning(
-            "kvhma: %d of %d parts of %s were lost and are read again: %s",
+            "kvhma: lost %d of %d parts of %s, reading them again: %s",
             len(lost),
             len(active.parts),
             active.load.request_id,
@@ -213,10 +213,10 @@ class LoadPoller:
         active.sums = LoadSums(load, load.remote.content_seed or 0, timed, self._timeout)
 
     def _ask(self, loads: Sequence[ActiveLoad], *, more_to_come: bool) -> None:
-        """Find out if P held loads that were read: from its board, else by asking.
+        """Find out if P held the blocks of read loads: from its board, or else by asking.
 
-        One question to an engine at a time, about all that are ready by then. Those with digests apart: P's blocks are
-        not released before these were compared.
+        There is one question to an engine at a time, about all loads that are ready by then. Loads with digests have
+        separate questions, because P must not release their blocks before the digests were compared.
         """
         ready: dict[tuple[PrefillEngine, bool], list[ActiveLoad]] = {}
         for active in loads:
@@ -226,32 +226,32 @@ class LoadPoller:
             waited = time.monotonic() - min(active.read_at or 0.0 for active in of_engine)
             if more_to_come and waited <= _ASK_SECONDS:
                 continue
-            not_shown: list[ActiveLoad] = []
+            unverified: list[ActiveLoad] = []
             with errors_end(*of_engine):
-                not_shown = self._not_shown(engine, of_engine)
-            to_ask, asked = not_shown[:MAX_CLAIMS], self._questions.get(engine)
+                unverified = self._unverified(engine, of_engine)
+            to_ask, asked = unverified[:MAX_CLAIMS], self._questions.get(engine)
             if to_ask and (asked is None or not asked.open):
                 with errors_end(*to_ask):
                     self._ask_engine(engine, to_ask)
 
-    def _not_shown(self, engine: PrefillEngine, loads: list[ActiveLoad]) -> list[ActiveLoad]:
-        """Look at P's boards; return the loads of which P has to be asked. Others may have to wait for the boards."""
-        if not engine.boards or loads[0].has_digest:  # for a digest P has to be asked anyway
+    def _unverified(self, engine: PrefillEngine, loads: list[ActiveLoad]) -> list[ActiveLoad]:
+        """Look at P's boards; return the loads that D has to ask P about. Other loads may still wait for the boards."""
+        if not engine.boards or loads[0].has_digest:  # D has to ask P for the digest anyway
             return loads
-        new = [active for active in loads if active.shown is None]
+        new = [active for active in loads if active.verified_by_board is None]
         if new:
             since = max(active.read_at or 0.0 for active in new)
-            shown_at, boards = zip(*(board.look(since) for board in engine.boards), strict=True)
+            board_times, boards = zip(*(board.look(since) for board in engine.boards), strict=True)
             for active in new:
-                if (active.read_at or 0.0) < min(shown_at):
+                if (active.read_at or 0.0) < min(board_times):
                     remote = active.load.remote
                     mark = mark_of(remote.lease_key, remote.digest)
-                    active.shown = all(mark in board for board in boards)
-        return [active for active in loads if active.shown is False]
+                    active.verified_by_board = all(mark in board for board in boards)
+        return [active for active in loads if active.verified_by_board is False]
 
     def _ask_engine(self, engine: PrefillEngine, loads: Sequence[ActiveLoad]) -> None:
         claims = [active.load.remote.claim(active.load.reader) for active in loads]
-        # All of them or none: it depends on how many ranks this engine has.
+        # All loads have an outcome or none has: it depends on the number of ranks of this engine.
         outcomes = [active.load.outcome for active in loads if active.load.outcome is not None]
         contents = loads[0].has_digest
         question = LeaseQuestion(engine.clients, claims, self._timeout, engine.proving, outcomes, contents=contents)
@@ -260,10 +260,10 @@ class LoadPoller:
             active.question = question, index
 
     def _end(self, active: ActiveLoad) -> bool:
-        """Report a load, if it has ended; return whether it has been reported."""
+        """Report a load if it has ended; return whether it has been reported."""
         if active.read_at is None:
             return False
-        if not (active.copied or active.shown or active.load.piece) and active.error is None:
+        if not (active.copied or active.verified_by_board or active.load.piece) and active.error is None:
             if active.question is None:
                 return False
             question, index = active.question
@@ -280,7 +280,7 @@ class LoadPoller:
         return True
 
     def _has_copied(self, active: ActiveLoad) -> bool:
-        """Return whether what was read is where the engine uses it; nothing of a load that failed is brought there."""
+        """Return whether the bytes are in the load's blocks. Bytes of a failed load are not copied there."""
         if active.error is None and not active.copied and active.places is not None:
             active.copied = True
             with errors_end(active):
@@ -288,23 +288,23 @@ class LoadPoller:
         return active.is_device_done()
 
     def _has_sums(self, active: ActiveLoad, sums: LoadSums, content: bytes | None) -> bool:
-        """Return whether both sums of a load are there; if P has none yet, it is asked again."""
-        if not sums.take(content):
+        """Return whether both digests of a load are there. If P has none yet, D asks again."""
+        if not sums.take_prefill_digest(content):
             active.question = None
             return False
         return sums.result() is not None
 
     def _report(self, active: ActiveLoad) -> None:
-        """Let go of what a load held, and report it."""
+        """Release the resources of a load, and report it."""
         first_tokens: dict[int, int] = {}
         with errors_end(active):
             engine, active.engine = active.engine, None
             if active.error is not None and engine is not None:
-                self._results.cases.add(active.load, engine.plan, active.places)
+                self._results.cases.save_failed_load(active.load, engine.plan, active.places)
             if engine is not None:
-                self._engines.release(engine)
+                self._engines.release_engine(engine)
             if active.question is not None:
-                active.question[0].close()  # without effect, unless what was raised came from it
+                active.question[0].close()  # without effect, unless it has raised the error
         with errors_end(active):
             if active.error is None and active.transfer is not None and active.places is not None:
                 first_tokens = first_filled_tokens(self._geometry, active.load.spans, active.transfer.first_tokens)
@@ -313,7 +313,7 @@ class LoadPoller:
                 active.sums.close()
             places, active.places = active.places, None
             if places is not None:
-                self._memory.release(places)
+                self._memory.release_places(places)
         ended_at = time.monotonic()
         digest = None
         if active.sums is not None and active.error is None:
@@ -321,14 +321,16 @@ class LoadPoller:
         if active.load.piece:
             self._results.end_piece(active.load.request_id, active.error)
         elif active.error is not None:
-            self._results.fail(active.load.request_id, failure_of(active.error))
+            self._results.fail_load(active.load.request_id, failure_of(active.error))
         elif digest is not None:
             self._results.ask_verdict(active.load.request_id, first_tokens, digest)
         else:
-            self._results.succeed(active.load.request_id, first_tokens, shown=bool(active.shown))
+            self._results.succeed_load(
+                active.load.request_id, first_tokens, verified_by_board=bool(active.verified_by_board)
+            )
         active.reported = True
         if active.load.trace is not None:
-            self._spans.add(_times(active, active.load.trace, ended_at, self._rank))
+            self._spans.queue_spans(_times(active, active.load.trace, ended_at, self._rank))
         if active.error is None and active.transfer is not None:
             self._unmeasured.append((active, active.transfer, ended_at))
 
@@ -362,7 +364,7 @@ class LoadPoller:
             "tokens_cached": load.cached,
             "tokens_clipped": sum(clipped),
         }
-        if load.piece:  # what is told of a whole load is told of its last piece
+        if load.piece:  # the last piece is counted as the load
             series, sums = (
                 {},
                 {"pieces": 1, "piece_bytes": transfer.bytes}
@@ -379,7 +381,7 @@ class LoadPoller:
         with self._results.stats.together() as stats:
             stats.record(**series)
             if not load.piece:
-                stats.count("lease_checks", label="board" if active.shown else "question")
+                stats.count("lease_checks", label="board" if active.verified_by_board else "question")
             for name, number in sums.items():
                 stats.count(name, number)
             for name, number in by_rank.items():
@@ -390,7 +392,7 @@ class LoadPoller:
 
 
 def _times(active: ActiveLoad, trace: Trace, ended_at: float, rank: str) -> LoadTimes:
-    """Return when a load did what, for its spans."""
+    """Return the times of a load, for its spans."""
     load, transfer = active.load, active.transfer
     attributes: dict[str, str | int] = {
         "gen_ai.request.id": load.request_id,
@@ -418,14 +420,14 @@ def _times(active: ActiveLoad, trace: Trace, ended_at: float, rank: str) -> Load
 def first_filled_tokens(geometry: Geometry, spans: Sequence[Span], first_tokens: Sequence[int]) -> dict[int, int]:
     """Return the first filled token of each group whose blocks begin before it, by index of the group.
 
-    A window or a chunk may begin inside a block of D that holds older tokens too, which P has freed::
+    A window or a chunk may begin inside a block of D that also has older tokens, which P has freed::
 
         D's first block   | zeroed ...... | filled ........ |
                           ^ span.first    ^ first token
 
     Args:
         geometry: D's.
-        spans: D's blocks of a load, for each group.
+        spans: D's blocks of the load, for each group.
         first_tokens: of the transfer that filled them.
     """
     groups = enumerate(zip(geometry.groups, spans, first_tokens, strict=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connects to the engines of the setting ``prefill_engines`` before a request has to wait for that."""
+"""Connects to the engines of the setting ``prefill_engines`` before their first request."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ logger = logging.getLogger("vllm.kvhma")
 
 _INTERVAL_SECONDS = 2.0
 _REFUSED_SECONDS = 60.0
-"""How often each engine is asked whether it is still the one that is known, and how long one that cannot be read from
-is left alone."""
+"""How often D asks whether an engine was restarted, and how long it leaves an engine alone that it cannot read."""
 
 
 class Preconnector:
-    """Knows each engine of the setting in each of its incarnations, by a thread of its own."""
+    """Connects to each engine of the setting, and reconnects after each restart of the engine, in a separate thread."""
 
     def __init__(self, context: WorkerContext, engines: PrefillEngines, counters: Counters) -> None:
-        """Wait to be started."""
+        """Start without a thread."""
         self._addresses = context.settings.prefill_engines
         self._device = context.device
         self._engines = engines
@@ -40,15 +39,15 @@ class Preconnector:
     def start(self) -> None:
         """Start the thread, once, if there are engines to connect to.
 
-        The engine has to have captured its graphs: a connection begins with a read of device memory, and what another
-        thread does on the device meanwhile can end a capture.
+        Call it after the engine has captured its graphs. A connection begins with a read of device memory, and work of
+        another thread on the device can end a capture.
         """
         if self._addresses and self._thread is None:
             work = self._device.chosen(self._run)
             self._thread = SupervisedThread("kvhma-preconnect", work, self._counters)
 
     def close(self, timeout: float) -> None:
-        """Stop."""
+        """Stop the thread."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(timeout)
@@ -72,6 +71,6 @@ class Preconnector:
     def _after_handshake(self, address: Address, error: KvhmaError | None) -> None:
         if error is None:
             return
-        if not failure_of(error).passing:
+        if not failure_of(error).transient:
             self._refused_until[address] = time.monotonic() + _REFUSED_SECONDS
         logger.warning("kvhma: %s of prefill_engines: %s", address, error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill engines that a decode worker reads from: one handshake and one plan each, kept within a bound."""
+"""Prefill engines that a decode worker reads from: one handshake and one plan each, for a bounded number of engines."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from kvhma.vllm.wire.params import Address, Incarnation, leads_back
 from kvhma.vllm.wire.proofs import Proving
 from kvhma.vllm.worker.board_reader import BoardMemory, BoardReader
 from kvhma.vllm.worker.context import WorkerContext
-from kvhma.vllm.worker.hellos import Hello, HelloBudget, ask_hellos
+from kvhma.vllm.worker.worker_identity import IdentityBudget, WorkerIdentity, ask_worker_identities
 
 logger = logging.getLogger("vllm.kvhma")
 
 _FAILURE_SECONDS = 1.0
-"""How long a handshake that failed for a lasting reason stands for the next ones with the same engine."""
+"""How long a permanent error of a handshake is returned again for the same engine, without a new handshake."""
 
 _HANDSHAKE_TIMEOUTS = 4
-"""Timeouts of one answer that all answers of a handshake may take together."""
+"""All answers of a handshake together may take this many times the timeout of one answer."""
 
 _MAX_AT_ADDRESS = 4
-"""Handshakes under way with one address: whoever writes parameters may have it be any number of engines."""
+"""Most handshakes that run with one address. Untrusted parameters may claim any number of engines there."""
 
-_MAX_HELLOS_BYTES = 256 << 20
-"""Bytes of the hellos of all handshakes under way, and as many of all known engines."""
+_MAX_IDENTITIES_BYTES = 256 << 20
+"""Most bytes of worker identities in all running handshakes; the same limit holds for all known engines."""
 
 
 @dataclass(eq=False)
@@ -51,12 +51,12 @@ class PrefillEngine:
     Attributes:
         address: where its scheduler listens.
         incarnation_id: random number of its incarnation.
-        plan: what we read from its ranks.
+        plan: what this worker reads from its ranks.
         peers: its workers, in the order of the plan's sources; None where nothing is read.
         clients: of its side channel.
-        proving: how its answers are proved; None where a secret does that.
-        boards: where its workers show what they hold, of each that is read from; empty if it has to be asked.
-        hello_bytes: of its workers' hellos, most of which are kept with the peers.
+        proving: keys for checking its proofs; None with a secret, because TLS authenticates its answers then.
+        boards: lease boards of the workers that are read from; empty if D has to ask instead.
+        identity_bytes: of its worker identities, which are mostly stored with the peers.
         active_loads: loads that have acquired it and not released it yet.
         used_at: when it was last acquired or released, on the monotonic clock.
     """
@@ -68,61 +68,61 @@ class PrefillEngine:
     clients: ClientPool
     proving: Proving | None
     boards: tuple[BoardReader, ...]
-    hello_bytes: int
+    identity_bytes: int
     active_loads: int = 0
     used_at: float = field(default_factory=time.monotonic)
 
     @property
     def gone(self) -> str | None:
-        """Why it cannot be read from any more; None if it can."""
+        """Why it cannot be read from any more; None if it can be read."""
         return next((peer.gone for peer in self.peers if peer is not None and peer.gone), None)
 
 
 class PrefillEngines:
     """Prefill engines by address. Safe to use from several threads; one handshake at a time with each incarnation.
 
-    Those of the setting ``prefill_engines`` always have room; beside them there is room for ``max_peers`` others.
+    Engines of the setting ``prefill_engines`` always have room. Beside them there is room for ``max_peers`` others.
     """
 
     def __init__(self, context: WorkerContext, counters: Counters) -> None:
-        """Start empty."""
+        """Start without engines."""
         self._context = context
         self._settings = context.settings
         self._agent = context.agent
         self._boards = BoardMemory(context.agent)
         self._counters = counters
         room = self._settings.max_peers + len(self._settings.prefill_engines)
-        self._budget = HelloBudget(_MAX_HELLOS_BYTES, room)
-        self._kept = HelloBudget(_MAX_HELLOS_BYTES, room)
+        self._budget = IdentityBudget(_MAX_IDENTITIES_BYTES, room)
+        self._known_budget = IdentityBudget(_MAX_IDENTITIES_BYTES, room)
         self._lock = threading.Lock()
         self._engines: OrderedDict[Address, PrefillEngine] = OrderedDict()
-        """Known engines, the one that was not used for longest first."""
-        # By all that parameters say of an engine: one that says something wrong of it must not fail those that do not.
+        """Known engines, the least recently used first."""
+        # The key is all that parameters say of an engine: wrong parameters must not fail requests with right ones.
         self._waiting: dict[Incarnation, list[Callable[[KvhmaError | None], None]]] = {}
-        """Who waits for each handshake that is under way."""
+        """The callbacks that wait for each running handshake."""
         self._failed: dict[Incarnation, tuple[float, KvhmaError]] = {}
 
-    def acquire(
+    def acquire_engine(
         self, remote: Incarnation, after_handshake: Callable[[KvhmaError | None], None]
     ) -> PrefillEngine | None:
-        """Return a known engine, to be released with :meth:`release`; None if a handshake with it was begun.
+        """Return a known engine, to be released with :meth:`release_engine`; None if a handshake has begun.
 
         Args:
             remote: the engine that a request's parameters name.
-            after_handshake: if None is returned, called from another thread after the handshake, with its error or with
-                None. Acquire again then.
+            after_handshake: if no engine was returned, another thread calls it after the handshake, with the error or
+                with None. Then acquire again.
 
         Raises:
-            HandshakeError: it was, a moment ago, another engine than the parameters say, or spoke another version.
-            HandshakeTimeoutError: there is no room for it now: loads from, or handshakes with, `max_peers` others are
-                under way.
-            UnsupportedPairError: its caches cannot be read into ours, or are of another model; it has been told so.
-            TransferError: it could not be connected to.
+            HandshakeError: a moment ago it was another engine than in the parameters, or of another protocol version.
+            HandshakeTimeoutError: there is no room for it now, because D reads from `max_peers` other engines or has
+                handshakes with them.
+            UnsupportedPairError: its caches cannot be read into ours, or are of another model. It was notified.
+            TransferError: the connection failed.
         """
         with self._lock:
             engine = self._find(remote)
             if engine is not None:
-                self._take(engine)
+                self._note_acquired(engine)
                 return engine
             failed_at, error = self._failed.get(remote, (0.0, None))
             if error is not None and time.monotonic() - failed_at < _FAILURE_SECONDS:
@@ -136,70 +136,71 @@ class PrefillEngines:
         self._begin_handshake(remote)
         return None
 
-    def acquire_known(self, remote: Incarnation) -> PrefillEngine | None:
-        """Return a known engine as :meth:`acquire` does; None if there is none, and nothing is begun."""
+    def acquire_known_engine(self, remote: Incarnation) -> PrefillEngine | None:
+        """As :meth:`acquire_engine`, but without a handshake: return None if the engine is unknown."""
         with self._lock:
             engine = self._find(remote)
             if engine is not None:
-                self._take(engine)
+                self._note_acquired(engine)
             return engine
 
-    def _take(self, engine: PrefillEngine) -> None:
-        """Take note of a load from an engine; the lock is held."""
+    def _note_acquired(self, engine: PrefillEngine) -> None:
+        """Note a load from an engine; the caller holds the lock."""
         self._engines.move_to_end(engine.address)
         engine.active_loads += 1
         engine.used_at = time.monotonic()
 
-    def release(self, engine: PrefillEngine) -> None:
-        """Say that a load has ended. An engine without active loads can be forgotten."""
+    def release_engine(self, engine: PrefillEngine) -> None:
+        """Note that a load has ended. An engine without active loads can be evicted."""
         with self._lock:
             engine.active_loads -= 1
             engine.used_at = time.monotonic()
             unusable = engine.gone is not None and not engine.active_loads
             if not unusable or self._engines.get(engine.address) is not engine:
                 return
-            self._forget(engine)
-        if any(board.in_flight for board in engine.boards):  # which is waited for
+            self._evict(engine)
+        if any(board.in_flight for board in engine.boards):  # disconnecting waits for it
             with contextlib.suppress(RuntimeError):  # there can be no more threads
                 in_thread("kvhma-disconnect", self._context.device.chosen(lambda: self._disconnect(engine)))
                 return
         self._disconnect(engine)
 
-    def unused(self, since: float) -> list[PrefillEngine]:
+    def unused_engines(self, since: float) -> list[PrefillEngine]:
         """Return the engines that no load has acquired or released since a time on the monotonic clock."""
         with self._lock:
-            return [one for one in self._engines.values() if not one.active_loads and one.used_at < since]
+            engines = self._engines.values()
+            return [engine for engine in engines if not engine.active_loads and engine.used_at < since]
 
-    def drop(self, engine: PrefillEngine, since: float) -> bool:
-        """Forget an engine and disconnect from it, if it is known and :meth:`unused` still; return whether."""
+    def evict_engine(self, engine: PrefillEngine, since: float) -> bool:
+        """Evict an engine and disconnect, if it is still in :meth:`unused_engines`; return whether it was evicted."""
         with self._lock:
             known = self._engines.get(engine.address) is engine
             if not known or engine.active_loads or engine.used_at >= since:
                 return False
-            self._forget(engine)
+            self._evict(engine)
         self._disconnect(engine)
         return True
 
     def preconnect(self, address: Address, after_handshake: Callable[[KvhmaError | None], None]) -> None:
-        """Shake hands with an engine before a request comes from it, unless it is known. Waits for its first answer.
+        """Begin the handshake with an unknown engine before its first request. Waits for its first answer.
 
         Args:
             address: where its scheduler listens.
-            after_handshake: as for :meth:`acquire`.
+            after_handshake: as for :meth:`acquire_engine`.
 
         Raises:
-            HandshakeError: it does not answer, or failed a moment ago; others as for :meth:`acquire`.
+            HandshakeError: it does not answer, or failed a moment ago; other errors as for :meth:`acquire_engine`.
         """
         timeout = self._settings.handshake_timeout
         with Client(resolve(address, timeout), timeout, self._context.secrets) as client:
             info = client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
         remote = Incarnation(address, info.engine_id, int.from_bytes(info.incarnation_id, "big"), *_sizes(info))
-        engine = self.acquire(remote, after_handshake)
+        engine = self.acquire_engine(remote, after_handshake)
         if engine is not None:
-            self.release(engine)
+            self.release_engine(engine)
 
     def close(self) -> None:
-        """Close all side channels. The connections are the agent's, which is not closed."""
+        """Close all side channels, but not the agent, which owns the connections."""
         with self._lock:
             engines = list(self._engines.values())
             self._engines.clear()
@@ -209,81 +210,83 @@ class PrefillEngines:
     # --- known engines; with the lock held -----------------------------------------------------------------
 
     def _find(self, remote: Incarnation) -> PrefillEngine | None:
-        # A request may name a known engine by another of its addresses. Anybody can claim to be an incarnation, so only
-        # the addresses that the operator gave stand for others.
+        # A request may name a known engine by another of its addresses. Any peer can claim to be an incarnation, so
+        # this is trusted only of the operator's addresses.
         preconnected = (self._engines.get(address) for address in self._settings.prefill_engines)
         for engine in (self._engines.get(remote.address), *preconnected):
             if engine is not None and engine.incarnation_id == remote.incarnation_id and engine.gone is None:
                 return engine
         return None
 
-    def _others(self) -> list[PrefillEngine]:
-        """Return the known engines that the operator did not name, the one that was not used for longest first."""
-        return [one for one in self._engines.values() if one.address not in self._settings.prefill_engines]
+    def _unnamed_engines(self) -> list[PrefillEngine]:
+        """Return the known engines that the operator did not name, the least recently used first."""
+        named = self._settings.prefill_engines
+        return [engine for engine in self._engines.values() if engine.address not in named]
 
     def _check_room(self, address: Address) -> None:
-        """Refuse a handshake for which nothing could go: strangers do not take the room of the operator's engines."""
-        most = self._settings.max_peers
-        if sum(one.address == address for one in self._waiting) >= _MAX_AT_ADDRESS:
+        """Refuse a handshake while there is no room for the engine. The operator's engines always have room."""
+        max_peers = self._settings.max_peers
+        if sum(remote.address == address for remote in self._waiting) >= _MAX_AT_ADDRESS:
             self._counters.count("refused_engines")
             raise HandshakeTimeoutError(f"no room for {address}: {_MAX_AT_ADDRESS} handshakes with it are under way")
         if address in self._settings.prefill_engines:
             return
-        loading = sum(one.active_loads > 0 for one in self._others())
-        waiting = sum(one.address not in self._settings.prefill_engines for one in self._waiting)
-        if loading + waiting >= most:
+        loading = sum(engine.active_loads > 0 for engine in self._unnamed_engines())
+        waiting = sum(remote.address not in self._settings.prefill_engines for remote in self._waiting)
+        if loading + waiting >= max_peers:
             self._counters.count("refused_engines")
             raise HandshakeTimeoutError(
-                f"no room for {address}: max_peers is {most}, and {loading} other engines are being read from and "
-                f"{waiting} shaken hands with"
+                f"no room for {address}: max_peers is {max_peers}, and {loading} other engines are being read from and "
+                f"{waiting} are in a handshake"
             )
 
-    def _forget(self, engine: PrefillEngine) -> PrefillEngine:
-        self._kept.note(engine, 0)
+    def _evict(self, engine: PrefillEngine) -> PrefillEngine:
+        self._known_budget.note_stored(engine, 0)
         return self._engines.pop(engine.address)
 
-    def _add(self, engine: PrefillEngine, dropped: list[PrefillEngine]) -> None:
-        """Know an engine; drop what was known at its address, and idle ones that leave no room for it.
+    def _add_engine(self, engine: PrefillEngine, dropped: list[PrefillEngine]) -> None:
+        """Add an engine; evict an older engine at its address, and idle engines until there is room.
 
         Raises:
-            HandshakeTimeoutError: its hellos are too much beside those of the engines that are being read from.
+            HandshakeTimeoutError: its worker identities are too large beside those of the engines being read from.
         """
         if (replaced := self._engines.get(engine.address)) is not None:
-            dropped.append(self._forget(replaced))
-        others = self._others()
-        idle = [one for one in others if not one.active_loads]
+            dropped.append(self._evict(replaced))
+        others = self._unnamed_engines()
+        idle = [known for known in others if not known.active_loads]
         is_other = engine.address not in self._settings.prefill_engines
         for _ in range(len(others) + is_other - self._settings.max_peers):
             if not idle:
                 break
-            # By chance: in turns among one more than there is room for, the one that was not used for longest is next.
+            # At random among the older half. With one engine more than there is room for, used in turns, strict LRU
+            # would always evict the engine that is needed next.
             old = idle.pop(random.randrange((len(idle) + 1) // 2))  # noqa: S311
-            dropped.append(self._forget(old))
+            dropped.append(self._evict(old))
         while True:
             try:
-                self._kept.note(engine, engine.hello_bytes)
+                self._known_budget.note_stored(engine, engine.identity_bytes)
                 break
             except HandshakeTimeoutError:
                 if not idle:
                     self._counters.count("refused_engines")
                     dropped.append(engine)
                     raise
-            largest = max(idle, key=lambda one: one.hello_bytes)
+            largest = max(idle, key=lambda known: known.identity_bytes)
             idle.remove(largest)
-            dropped.append(self._forget(largest))
+            dropped.append(self._evict(largest))
         self._engines[engine.address] = engine
 
     # --- handshakes ----------------------------------------------------------------------------------------
 
     def _begin_handshake(self, remote: Incarnation) -> None:
-        # A thread for each engine: one that does not answer must not keep others waiting.
+        # A thread for each engine: an engine that does not answer must not delay others.
         try:
             in_thread("kvhma-handshake", lambda: self._handshake(remote))
         except RuntimeError as error:
             with self._lock:
-                _, *others = self._waiting.pop(remote)
+                _, *callbacks = self._waiting.pop(remote)
             failure = HandshakeTimeoutError(f"no handshake with {remote.address}: {error}")
-            for after_handshake in others:
+            for after_handshake in callbacks:
                 after_handshake(failure)
             raise failure from error
 
@@ -294,7 +297,7 @@ class PrefillEngines:
         try:
             engine = self._connect(remote)
             with self._lock:
-                self._add(engine, dropped)
+                self._add_engine(engine, dropped)
         except KvhmaError as error:
             failure = error
         except BaseException as error:  # a panic in Rust is no Exception, and loads wait for this thread
@@ -310,17 +313,17 @@ class PrefillEngines:
         for after_handshake in waiting:
             try:
                 after_handshake(failure)
-            except BaseException:  # the others wait as well
+            except BaseException:  # call the other callbacks as well
                 logger.exception("kvhma: internal error after the handshake with %s", remote.address)
         for old in dropped:
             self._disconnect(old)
 
     def _note_failure(self, remote: Incarnation, failure: KvhmaError) -> None:
-        """Let a lasting failure stand for a moment; one that may pass is tried again at once. The lock is held."""
+        """Store a permanent error for a moment; after a transient one a retry may follow at once. The lock is held."""
         now = time.monotonic()
-        self._failed = {of: one for of, one in self._failed.items() if now - one[0] < _FAILURE_SECONDS}
+        self._failed = {key: failed for key, failed in self._failed.items() if now - failed[0] < _FAILURE_SECONDS}
         if not isinstance(failure, (HandshakeTimeoutError, TransferError)):
-            # The frames of its traceback hold all that the engine said.
+            # The frames of its traceback would hold the engine's answers in memory.
             failure.__traceback__ = failure.__cause__ = failure.__context__ = None
             self._failed[remote] = (now, failure)
 
@@ -330,11 +333,11 @@ class PrefillEngines:
         numeric = resolve(remote.address, timeout)
         clients = ClientPool(numeric, timeout, self._context.secrets)
         peers: list[Peer | None] = []
-        client = clients.take()
+        client = clients.take_client()
         try:
-            plan, hellos = self._agree(remote, client)
-            for index, hello in enumerate(hellos):
-                peers.append(self._agent.connect(hello.data, timeout=timeout) if index in plan.sources else None)
+            plan, identities = self._agree(remote, client)
+            for index, identity in enumerate(identities):
+                peers.append(self._agent.connect(identity.data, timeout=timeout) if index in plan.sources else None)
             boards = self._boards_of(peers)
         except BaseException as error:
             client.close()
@@ -343,38 +346,38 @@ class PrefillEngines:
                 raise TransferError(f"{error}; {why}") from error
             raise
         finally:
-            self._budget.note(remote, 0)
-        clients.release(client)
-        proving = None if self._context.secrets.enabled else self._proving(hellos[0].engine_key)
-        stored = sum(len(hello.data) for hello in hellos)
+            self._budget.note_stored(remote, 0)
+        clients.release_client(client)
+        proving = None if self._context.secrets.enabled else self._proving(identities[0].engine_key)
+        stored = sum(len(identity.data) for identity in identities)
         return PrefillEngine(remote.address, remote.incarnation_id, plan, peers, clients, proving, boards, stored)
 
     def _boards_of(self, peers: list[Peer | None]) -> tuple[BoardReader, ...]:
-        """Return readers of the boards of all workers that are read from; none if one of these has none.
+        """Return readers of the boards of all workers that are read from; empty if a worker has no board.
 
-        All boards of an engine show the same. But a stranger may repeat the hello of another engine's worker beside
-        that of its own, whose board it writes as it likes: what a board shows is true of the memory beside it only.
+        All boards of an engine have the same marks. But an attacker may replay the identity of another engine's worker
+        beside its own worker, whose board it can forge. So a board only verifies its own worker's memory.
         """
         boards: list[BoardReader] = []
         for peer in peers:
             if peer is None:
                 continue
             if (board := self._board_of(peer)) is None:
-                for one in boards:
-                    one.close()
+                for opened in boards:
+                    opened.close()
                 return ()
             boards.append(board)
         return tuple(boards)
 
     def _board_of(self, peer: Peer) -> BoardReader | None:
-        """Return a reader of a worker's board, which has read it once: what that takes is set up then."""
+        """Return a reader of a worker's board, after one read that sets the connection up."""
         address = decode_extra(peer.payload.extra).board
         if not address:
             return None
         try:
             board = self._boards.reader(peer, address)
         except KvhmaError as error:
-            logger.info("kvhma: %r is asked for its leases: %s", peer.name, error)
+            logger.info("kvhma: cannot read the lease board of %r, so it is asked for its leases: %s", peer.name, error)
             return None
         board.look(time.monotonic())
         if board.useful:
@@ -386,31 +389,33 @@ class PrefillEngines:
         own = self._context.proof_key
         return Proving(own.public, own.shared(engine_key))
 
-    def _agree(self, remote: Incarnation, client: Client) -> tuple[Plan, list[Hello]]:
-        """Ask an engine for its workers' hellos and plan what we read."""
-        # An engine has as many ranks as it says: all of them together may take no longer than this.
+    def _agree(self, remote: Incarnation, client: Client) -> tuple[Plan, list[WorkerIdentity]]:
+        """Ask an engine for its worker identities and plan the reads."""
+        # The engine decides its number of ranks, so the deadline is for all of them together.
         deadline = time.monotonic() + _HANDSHAKE_TIMEOUTS * self._settings.handshake_timeout
         info = client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
         if info.engine_id == self._context.engine_id != remote.engine_id:
             raise HandshakeError(leads_back(remote.address, remote.engine_id))
         _check_info(remote, info)
-        hellos = ask_hellos(client, info.ranks, deadline, lambda stored: self._budget.note(remote, stored))
+        identities = ask_worker_identities(
+            client, info.ranks, deadline, lambda stored: self._budget.note_stored(remote, stored)
+        )
         try:
-            plan = self._plan([hello.payload for hello in hellos])
+            plan = self._plan([identity.payload for identity in identities])
         except UnsupportedPairError as error:
             client.ask(Refused(self._context.engine_id, str(error)[:4000]), Done)
             raise
         for _, finding in plan.findings:
             logger.info("kvhma: reading from %s: %s", remote.engine_id, finding.text)
-        return plan, hellos
+        return plan, identities
 
-    def _plan(self, hellos: list[HandshakePayload]) -> Plan:
-        models = [decode_extra(hello.extra).model for hello in hellos]
+    def _plan(self, payloads: list[HandshakePayload]) -> Plan:
+        models = [decode_extra(payload.extra).model for payload in payloads]
         for model in models:
             check_same_model(self._context.identity, model)
         return make_plan(
             self._context.geometry,
-            [hello.geometry for hello in hellos],
+            [payload.geometry for payload in payloads],
             descriptor_bytes=self._settings.descriptor_bytes,
             max_descriptors=self._settings.max_descriptors,
         )
@@ -421,12 +426,12 @@ class PrefillEngines:
             board.close()
         self._disconnect_peers(engine.peers)
         for board in engine.boards:
-            board.close()  # a reading that was in flight has ended by now
+            board.close()  # a read in flight has ended by now
 
     def _disconnect_peers(self, peers: list[Peer | None]) -> None:
-        """Disconnect from workers that are no other known engine's too.
+        """Disconnect from workers, except those that another known engine also has.
 
-        An engine may be known by two addresses, or again after only some of its ranks were lost.
+        An engine may be known by two addresses, or be known again after D lost only some of its ranks.
         """
         for peer in peers:
             if peer is None:
@@ -438,19 +443,19 @@ class PrefillEngines:
             try:
                 self._agent.disconnect(peer, self._settings.handshake_timeout)
             except KvhmaError as error:
-                # Its transfers are still in flight; it stays unusable until the agent is closed.
+                # Its transfers are still in flight, so the peer stays unusable until the agent is closed.
                 logger.warning("kvhma: %s", error)
 
 
 def _sizes(info: EngineInfo) -> tuple[int, int]:
-    """Return how many tensor-parallel ranks and pipeline stages an engine has."""
+    """Return the number of tensor-parallel ranks and of pipeline stages of an engine."""
     return len({tp_rank for _, tp_rank in info.ranks}), len({pp_rank for pp_rank, _ in info.ranks})
 
 
 def _check_info(remote: Incarnation, info: EngineInfo) -> None:
-    """Check that an engine is the one that the parameters of a request name, and that none of its workers is missing.
+    """Check that an engine is the engine of a request's parameters, and that it has all its workers.
 
-    The layers of a stage that has not said hello would be taken for layers that P does not have.
+    Layers of a missing stage would look like layers that P does not have.
     """
     tp_size, pp_size = _sizes(info)
     for field_name, expected, found in (
@@ -466,5 +471,5 @@ def _check_info(remote: Incarnation, info: EngineInfo) -> None:
             )
     if len(set(info.ranks)) != tp_size * pp_size:
         raise HandshakeError(
-            f"{remote.address} has {len(info.ranks)} workers, {tp_size} x {pp_size} (tp_size x pp_size) are expected"
+            f"{remote.address} has {len(info.ranks)} workers, expected {tp_size} x {pp_size} (tp_size x pp_size)"
         )

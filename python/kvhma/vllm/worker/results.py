@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How loads ended, from the threads of a worker to the engine's thread, and what was measured meanwhile."""
+"""Results of loads, from the threads of a worker to the engine's thread, and the metrics of the worker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger("vllm.kvhma")
 
 _NEXT_READ_SECONDS = 2e-3
 _MAX_WAIT_SECONDS = 1e-2
-"""How long a step waits for the next load to be read, and for all of them together."""
+"""How long a step waits for the next completed read, and for all loads together."""
 
 
 @dataclass
@@ -41,9 +41,9 @@ class _Unreported:
     """A load that has not ended.
 
     Attributes:
-        load: None for one that was refused.
+        load: None if the load was refused.
         since: when it was ordered.
-        slow: whether it was logged that it lasts.
+        slow: whether it was logged as slow.
     """
 
     load: Load | None
@@ -55,8 +55,8 @@ class LoadResults:
     """Reports each load exactly once. Safe to use from several threads.
 
     Attributes:
-        stats: what this worker counts.
-        cases: where loads that fail are written.
+        stats: metrics of this worker.
+        cases: writes failed loads as case files.
     """
 
     def __init__(self, case_folder: str | None = None) -> None:
@@ -66,19 +66,19 @@ class LoadResults:
         self._lock = threading.Lock()
         self._has_ended = threading.Condition(self._lock)
         self._unreported: dict[str, _Unreported] = {}
-        """By request, in the order in which they were ordered."""
+        """By request, in the order of the scheduler."""
         self._unjudged: dict[str, dict[int, int]] = {}
         """First tokens of loads whose digests the scheduler compares."""
         self._verdicts: dict[str, Failure | None] = {}
-        """What it has said of loads that have not come that far here."""
+        """Its verdicts on loads whose digest this worker does not have yet."""
         self._reads = 0
         self._ended: set[str] = set()
         self._pieces: set[str] = set()
-        """Requests of which a piece is being read."""
+        """Requests with a piece in flight."""
         self._report = WorkerReport()
 
     def expect(self, loads: Sequence[Load], refusals: Iterable[str] = ()) -> None:
-        """Expect the results of some more loads, and those of requests of which nothing is read."""
+        """Expect results of more loads, and of requests that are not read."""
         now = time.monotonic()
         with self._lock:
             for load in loads:
@@ -90,40 +90,40 @@ class LoadResults:
             for request_id in refusals:
                 self._unreported[request_id] = _Unreported(None, now)
 
-    def note_read(self) -> None:
-        """Take note that the bytes of one more load are here. Its lease may still have to be checked."""
+    def note_load_read(self) -> None:
+        """Note that one more load was read. Its lease may still have to be checked."""
         with self._lock:
             self._reads += 1
 
-    def succeed(self, request_id: str, first_tokens: dict[int, int], *, shown: bool = False) -> None:
-        """Report a load that is right.
+    def succeed_load(self, request_id: str, first_tokens: dict[int, int], *, verified_by_board: bool = False) -> None:
+        """Report a load that succeeded.
 
         Args:
             request_id: of the load.
             first_tokens: as in :class:`kvhma.vllm.metadata.WorkerReport`.
-            shown: whether P's board has shown so, and P was not asked.
+            verified_by_board: whether P's board has verified the load, so that D did not ask P.
         """
         with self._lock:
             if not self._end(request_id):
                 return
             if first_tokens:
                 self._report.first_tokens[request_id] = first_tokens
-            if shown:
-                self._report.shown.add(request_id)
+            if verified_by_board:
+                self._report.verified_by_board.add(request_id)
 
     def ask_verdict(self, request_id: str, first_tokens: dict[int, int], digest: LoadDigest) -> None:
-        """Report what a load has read; the scheduler says whether it is right when all ranks have."""
+        """Report the digest of a load. The scheduler sends its verdict when it has the digests of all ranks."""
         with self._lock:
             if request_id not in self._unreported:
                 return
             self._report.digests[request_id] = digest
             self._unjudged[request_id] = first_tokens
-            self._has_ended.notify()  # nothing is waited for in this step
+            self._has_ended.notify()  # this step need not wait for the load any more
             verdicts = {request_id: self._verdicts.pop(request_id)} if request_id in self._verdicts else {}
         self.judge(verdicts)
 
     def judge(self, verdicts: Mapping[str, Failure | None]) -> None:
-        """Report loads of which the scheduler knows whether they are right."""
+        """Report loads by the scheduler's verdicts."""
         for request_id, failure in verdicts.items():
             with self._lock:
                 first_tokens = self._unjudged.get(request_id)
@@ -132,21 +132,21 @@ class LoadResults:
                         self._verdicts[request_id] = failure
                     continue
             if failure is not None:
-                self.fail(request_id, failure)
+                self.fail_load(request_id, failure)
             else:
-                self.succeed(request_id, first_tokens)
+                self.succeed_load(request_id, first_tokens)
 
     def note_prefill_digest(self, key: LeaseKey, digest: ContentDigest) -> None:
         """Report the digest of a finished request's blocks."""
         with self._lock:
             self._report.prefill_digests[key] = digest, 1
 
-    def fail(self, request_id: str, failure: Failure) -> None:
+    def fail_load(self, request_id: str, failure: Failure) -> None:
         """Report a load that failed."""
         log = peer_log.logger if failure.cause in CLIENTS_CAUSES else logger
         log.warning("kvhma: the load of %s failed (%s): %s", request_id, failure.cause, failure.text)
         with self._lock:
-            load = one.load if (one := self._unreported.get(request_id)) is not None else None
+            load = expected.load if (expected := self._unreported.get(request_id)) is not None else None
             if not self._end(request_id):
                 return
             optional = load is not None and load.optional
@@ -154,7 +154,7 @@ class LoadResults:
         self.stats.count("failed_loads", label=failure.cause)
 
     def end_piece(self, request_id: str, error: BaseException | None) -> None:
-        """Report that a piece was read, or could not be."""
+        """Report that a piece was read, or could not be read."""
         if error is not None:
             failure = failure_of(error)
             logger.warning("kvhma: a piece of %s was not read (%s): %s", request_id, failure.cause, failure.text)
@@ -167,7 +167,7 @@ class LoadResults:
                 self._has_ended.notify()
 
     def _end(self, request_id: str) -> bool:
-        """Return whether this is the first result of a load that is expected."""
+        """Note the result of a load; return whether it was expected and is the first result."""
         self._unjudged.pop(request_id, None)
         self._verdicts.pop(request_id, None)
         if self._unreported.pop(request_id, None) is None:
@@ -177,13 +177,13 @@ class LoadResults:
         return True
 
     def wait(self, loads: Set[str] | None = None, *, for_pieces: bool = False) -> None:
-        """Wait until some loads are reported, but no longer than one more load is read every 2 ms, and at most 10 ms.
+        """Wait until some loads are reported; stop if no load was read for 2 ms, and after 10 ms.
 
-        None are all. Without any, and with nothing to report, wait as long for a piece if that is wanted.
+        With `loads` None it waits for all loads. With `for_pieces` and nothing to report, it also waits for a piece.
         """
 
         def is_over() -> bool:
-            # Those that are to be judged do not end without another step.
+            # Loads that wait for a verdict need another step.
             awaited = self._unreported.keys() if loads is None else self._unreported.keys() & loads
             if awaited - self._unjudged.keys():
                 return False
@@ -196,15 +196,15 @@ class LoadResults:
                 reads_before = self._reads
                 self._has_ended.wait_for(is_over, _NEXT_READ_SECONDS)
 
-    def take(self) -> tuple[set[str], WorkerReport]:
+    def take_results(self) -> tuple[set[str], WorkerReport]:
         """Return the requests whose loads have ended since the last call, and the report for the scheduler."""
         with self._lock:
             ended, self._ended = self._ended, set()
             report, self._report = self._report, WorkerReport()
-            slow = self._new_slow_ones()
+            slow = self._new_slow_loads()
         for load, seconds in slow:
             logger.warning(
-                "kvhma: the load of %s from %s has taken %.0f s, its lease at P is %.0f s; it keeps %d blocks here and "
+                "kvhma: the load of %s from %s has taken %.0f s, its lease at P is %.0f s; it holds %d blocks here and "
                 "%r at P until it ends",
                 load.request_id,
                 load.remote.address,
@@ -217,23 +217,24 @@ class LoadResults:
         return ended, report
 
     def unreported(self) -> int:
-        """Return how many loads vLLM has not been told the end of."""
+        """Return the number of loads whose end vLLM does not know yet."""
         with self._lock:
             return len(self._unreported) + len(self._ended) + len(self._pieces)
 
-    def _new_slow_ones(self) -> list[tuple[Load, float]]:
-        """Return the loads that have come to last longer than their lease, and how long they do; the lock is held."""
+    def _new_slow_loads(self) -> list[tuple[Load, float]]:
+        """Return loads that now last longer than their lease, with their seconds; the lock is held."""
         now = time.monotonic()
         found = []
-        for one in self._unreported.values():
-            if one.load is not None and not one.slow and now - one.since > one.load.remote.lease:
-                one.slow = True
-                found.append((one.load, now - one.since))
+        for expected in self._unreported.values():
+            load, seconds = expected.load, now - expected.since
+            if load is not None and not expected.slow and seconds > load.remote.lease:
+                expected.slow = True
+                found.append((load, seconds))
         return found
 
     def _gauges(self) -> dict[str, float]:
         with self._lock:
-            oldest = min((one.since for one in self._unreported.values()), default=None)
+            oldest = min((expected.since for expected in self._unreported.values()), default=None)
             seconds = 0.0 if oldest is None else time.monotonic() - oldest
             return {"loads_in_flight": len(self._unreported), "oldest_load_seconds": seconds}
 
@@ -249,15 +250,15 @@ _CAUSES: tuple[tuple[type[KvhmaError], str, bool], ...] = (
     (TransferError, "transfer", True),
     (KvhmaError, "request", False),
 )
-"""What each error is reported as, and whether another try may help; the first that fits counts."""
+"""The cause of each error, and whether it is transient. The first match counts."""
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Return the failure of a load in which this was raised."""
-    for kind, cause, passing in _CAUSES:
+    """Return the failure of a load that raised this error."""
+    for kind, cause, transient in _CAUSES:
         if isinstance(error, kind):
-            return Failure(cause, str(error), passing)
+            return Failure(cause, str(error), transient)
     logger.error("kvhma: internal error during a load", exc_info=error)
-    # A text that cannot be had raises nothing here.
+    # Formatting the error must not raise.
     text = traceback.format_exception_only(type(error), error)[-1]
-    return Failure("internal", one_line(text.rstrip()), passing=False)
+    return Failure("internal", one_line(text.rstrip()), transient=False)

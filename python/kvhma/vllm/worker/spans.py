@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a load has done when, as spans of OpenTelemetry; made in a thread of their own, after the load was reported.
+"""The times of a load as OpenTelemetry spans. A separate thread makes them after the load was reported.
 
 the client's span
   |- llm_request                   vLLM's, of P and of D
   '- kvhma.load                    of each rank
-       |- kvhma.claim              the scheduler had the request, the load was not ordered yet
-       |- kvhma.plan               a handshake if one is needed, room, and what moves
-       |- kvhma.post               handed to the transport
-       |- kvhma.read               until the last byte was there
-       '- kvhma.check              P said whether it had held the blocks
+       |- kvhma.claim              from the request to the order of the load, in the scheduler
+       |- kvhma.plan               a handshake if it is needed, places to read into, the plan
+       |- kvhma.post               posting to the transport
+       |- kvhma.read               until the last byte has arrived
+       '- kvhma.check              until P has confirmed that it held the blocks
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from kvhma.vllm.counters import Counters
 from kvhma.vllm.threads import SupervisedThread
 from kvhma.vllm.tracing import Trace
 
-if TYPE_CHECKING:  # it may not be installed
+if TYPE_CHECKING:  # optional dependency
     from opentelemetry.trace import Tracer
 
 logger = logging.getLogger("vllm.kvhma")
 
 _MAX_WAITING = 1024
-"""Loads whose spans are not made yet; those of more are dropped."""
+"""Most loads that wait for their spans. Spans of further loads are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
-    """When a load did what, on the monotonic clock; 0 for what it did not come to.
+    """The times of a load, on the monotonic clock; 0 for a stage that it did not reach.
 
     Attributes:
         trace: of its request.
-        ordered_at: when the scheduler had ordered it.
-        planned_at: when what moves was known.
-        post_began: when its reads were handed to the transport.
-        posted_at: when all were.
-        read_at: when the last one had ended.
+        ordered_at: when the scheduler ordered it.
+        planned_at: when it was planned.
+        post_began: when posting began.
+        posted_at: when all its reads were posted.
+        read_at: when the last read had ended.
         ended_at: when it was reported.
-        error: name of the error that it failed with; empty if it did not.
+        error: name of the error that it failed with; empty if it succeeded.
         attributes: of its span.
     """
 
@@ -62,7 +62,7 @@ class LoadTimes:
     attributes: Mapping[str, str | int] = field(default_factory=dict)
 
     def parts(self) -> Iterator[tuple[str, float, float]]:
-        """Yield name, start and end of each part that it came to. A part that it failed in ends with the load."""
+        """Yield name, start and end of each stage that it reached. A stage in which it failed ends with the load."""
         began = (self.ordered_at, self.post_began, self.posted_at, self.read_at)
         ended = (self.planned_at, self.posted_at, self.read_at, self.ended_at)
         for name, start, end in zip(("plan", "post", "read", "check"), began, ended, strict=True):
@@ -71,28 +71,28 @@ class LoadTimes:
 
 
 class Spans:
-    """Makes the spans of loads whose requests are traced. Safe to use from several threads."""
+    """Makes the spans of traced loads. Safe to use from several threads."""
 
     def __init__(self, rank: int, counters: Counters) -> None:
-        """Start without a thread; the first load that is traced starts it."""
+        """Start without a thread; the first traced load starts it."""
         self._rank = rank
         self._counters = counters
         self._queue: queue.Queue[LoadTimes | None] = queue.Queue(_MAX_WAITING)
         self._lock = threading.Lock()
         self._thread: SupervisedThread | None = None
 
-    def add(self, times: LoadTimes) -> None:
-        """Make the spans of a load that has ended; returns at once."""
+    def queue_spans(self, times: LoadTimes) -> None:
+        """Queue the spans of a load that has ended; returns at once."""
         with self._lock:
             if self._thread is None:
                 self._thread = SupervisedThread("kvhma-trace", self._run, self._counters)
         try:
             self._queue.put_nowait(times)
         except queue.Full:
-            logger.debug("kvhma: more than %d loads wait for their spans; some have none", _MAX_WAITING)
+            logger.debug("kvhma: more than %d loads wait for their spans; dropping some spans", _MAX_WAITING)
 
     def close(self, timeout: float) -> None:
-        """Make the spans that are waiting, and stop."""
+        """Make the queued spans, and stop."""
         with self._lock:
             thread = self._thread
         if thread is not None:
@@ -125,7 +125,7 @@ def _make(tracer: Tracer, times: LoadTimes, *, claims: bool) -> None:
     Args:
         tracer: of vLLM's provider.
         times: of the load.
-        claims: whether to make the span of the time at the scheduler, which is the same for all ranks.
+        claims: whether to make the span `kvhma.claim`, which is the same for all ranks.
     """
     from opentelemetry.trace import Status, StatusCode, set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The half of the connector in a worker's process: it registers caches, and reads those of prefill engines.
+"""The half of the connector in a worker's process: it registers caches, and reads caches of prefill engines.
 
     engine's thread                kvhma-load                     kvhma-poll
     start_loads --- ActiveLoad --> Loader --- [ActiveLoad] -----> LoadPoller
                                      ^------- lost parts -------------'
     collect <----------------------- LoadResults <--------------------'
 
-The engine's thread queues and collects. The loader shakes hands, plans and posts; the poller waits for the reads, and
-for P to say that it held the blocks. On CPUs the engine's own thread does all that for short loads: it would only wait
-for the others, and share its cores with them.
+The engine's thread queues and collects. The loader does handshakes, plans and posts. The poller waits for the reads,
+and for P's confirmation that it held the blocks. On CPUs the engine's thread does all this for short loads: otherwise
+it would only wait for the other threads, and share its cores with them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from kvhma.errors import TransferError
 from kvhma.vllm.memory import Memory
 from kvhma.vllm.metadata import StepMetadata, WorkerReport
-from kvhma.vllm.standstill import StandstillWatch
+from kvhma.vllm.stall_watch import StallWatch
 from kvhma.vllm.stats import TransferStats
 from kvhma.vllm.worker.active_load import ActiveLoad
 from kvhma.vllm.worker.context import WorkerContext
@@ -35,10 +35,10 @@ from kvhma.vllm.worker.results import LoadResults
 
 
 class KvhmaWorker:
-    """Reads what the scheduler orders, and reports each load exactly once."""
+    """Does the loads that the scheduler orders, and reports each load exactly once."""
 
     def __init__(self, context: WorkerContext, memory: Memory) -> None:
-        """Take over an agent with which the geometry's regions are registered, and start the threads."""
+        """Own an agent that has the geometry's regions registered, and start the threads."""
         settings, agent, geometry = context.settings, context.agent, context.geometry
         self._agent = agent
         self._board = context.board
@@ -55,77 +55,79 @@ class KvhmaWorker:
         self._preconnector = Preconnector(context, self._engines, stats)
         self._notifications = NotificationDrain(agent, context.device, stats)
         self._idle_engines = IdleEngineWatch(context, self._engines, stats)
-        self._standstill = StandstillWatch(stats)
+        self._stall_watch = StallWatch(stats)
         self._short_loads: set[str] = set()
         self._was_idle = False
         self._mark: torch.Event | None = None
 
     def be_ready(self) -> None:
-        """Take note that the engine is: its memory is laid out and its graphs are captured. More often is no harm."""
+        """Note that the engine is ready: its memory is allocated, its graphs are captured. It may be called again."""
         self._preconnector.start()
 
     def begin_step(self, metadata: StepMetadata) -> None:
-        """Take note of what was launched before a step: loads of the step come after that, but not after the step.
+        """Mark the device work before a step. Loads of the step wait for this work, but not for the step.
 
-        To be called by the thread that launches the step, before it does.
+        The thread that launches the step calls this before the launch.
         """
         self.be_ready()
         self._mark = self._device.mark() if metadata.loads else None
 
     def start_loads(self, metadata: StepMetadata) -> None:
-        """Queue the loads of a step. On CPUs short ones are read at once, where :meth:`collect` would wait for them."""
+        """Queue the loads of a step. On CPUs it reads short loads at once, since :meth:`collect` waits for them."""
         self._prefill_sums.start(metadata.digests)
         self._results.judge(metadata.verdicts)
         if not (metadata.loads or metadata.refusals or metadata.given_up):  # most steps
             return
         self._results.expect(metadata.loads, [*metadata.refusals, *metadata.given_up])
         for request_id in metadata.given_up:
-            self._results.succeed(request_id, {})
+            self._results.succeed_load(request_id, {})
         for request_id, failure in metadata.refusals.items():
-            self._results.fail(request_id, failure)
+            self._results.fail_load(request_id, failure)
         if metadata.loads:
             after, self._mark = self._mark or self._device.mark(), None
             at_once = self._may_wait and self._device.is_host
-            self._short_loads = self._loader.add(metadata.loads, after, at_once=at_once, idle=metadata.idle)
+            self._short_loads = self._loader.start_or_queue(metadata.loads, after, at_once=at_once, idle=metadata.idle)
 
     def collect(self, *, idle: bool) -> tuple[set[str], WorkerReport]:
-        """Return the requests whose loads have ended, each once, and what the scheduler has to know of them.
+        """Return the requests whose loads have ended, each once, and the report for the scheduler.
 
-        An `idle` step, which has nothing to compute, waits for loads a little: the engine would only ask again. On CPUs
-        so does the step that has started short ones itself, for those: they end just after it. What the loader's
-        thread reads lasts longer; and on a device a step that waits keeps what it has computed from being sampled. With
-        data parallel no step waits: engines that are not idle would wait for this one to join their next step. With
-        pipeline stages none does either: the next batch is on its way.
+        Some steps wait a little for loads:
 
-        Pieces are waited for if the step before was idle too: with asynchronous scheduling the results of a busy one
-        may be taken after this one, and nobody is served by a piece alone.
+        * An `idle` step, which computes nothing, waits for all loads. Otherwise the engine would only ask again.
+        * On CPUs a step waits for the short loads that it has started itself, because they end just after it. Loads of
+          the loader's thread take longer. On a device, waiting would delay sampling.
+        * With data parallelism no step waits, because engines that are not idle would wait for this engine.
+        * With pipeline stages no step waits, because the next batch is on its way.
+        * A step waits for pieces only if the step before was idle too. With asynchronous scheduling the results of a
+          busy step may come after this step, and a piece alone lets no request continue.
         """
         short_loads, self._short_loads = self._short_loads, set()
         was_idle, self._was_idle = self._was_idle, idle
         if self._may_wait and (idle or short_loads):
             self._results.wait(None if idle else short_loads, for_pieces=idle and was_idle)
-        return self._results.take()
+        return self._results.take_results()
 
     def take_stats(self) -> TransferStats | None:
-        """Return what was counted since the last call; None if nothing was. Loads of this step are counted after it."""
+        """Return what was counted since the last call; None if nothing was. Loads of this step are counted later."""
         self._poller.measure()
         return self._results.stats.take()
 
     def close(self, *, idle: bool = False) -> None:
-        """Wait for what is in flight and stop; the caches may be freed afterwards.
+        """Wait for reads in flight, and stop. Afterwards the caches may be freed.
 
         Args:
-            idle: only if there is nothing that vLLM waits for.
+            idle: whether to refuse if vLLM still waits for loads.
 
         Raises:
-            TransferError: reads did not end, and still write to the caches; or it is not `idle` and goes on.
+            TransferError: reads did not end, and still write to the caches. With `idle`: loads are unreported or reads
+                are in flight, and the worker continues.
         """
         if idle and (loads := self._results.unreported()):
             raise TransferError(f"the caches cannot be unregistered: {loads} loads have not been reported")
         if idle and (reads := self._agent.in_flight()):  # of lease boards, which no load waits for
             raise TransferError(f"the caches cannot be unregistered: {reads} reads have not ended")
         self._loader.close()
-        self._standstill.close()
+        self._stall_watch.close()
         self._preconnector.close(self._stop_seconds)
         self._notifications.close(self._stop_seconds)
         self._idle_engines.close(self._stop_seconds)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notices when the machine, or this process, has stood still. Nothing depends on it; it explains what is seen next."""
+"""Notices when the machine or this process has stalled. Nothing depends on it; it explains later errors in the log."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ logger = logging.getLogger("vllm.kvhma")
 
 _INTERVAL_SECONDS = 1.0
 _NOTABLE_SECONDS = 2.0
-"""How long nothing has run before it is worth a line: threads wait for each other for shorter times."""
+"""The shortest stall that is logged. Threads wait for each other for shorter times."""
 
 
 class Clocks(NamedTuple):
     """The clocks of this machine at one moment, in seconds.
 
     Attributes:
-        monotonic: stands still while a machine is suspended.
-        boottime: goes on while it is.
-        realtime: goes on, too; where a virtual machine was stopped from outside, it is set right afterwards.
+        monotonic: stops while the machine is suspended.
+        boottime: continues while the machine is suspended.
+        realtime: continues too. After a virtual machine was stopped from outside, this clock is corrected.
     """
 
     monotonic: float
@@ -33,15 +33,15 @@ class Clocks(NamedTuple):
 
 
 def read_clocks() -> Clocks:
-    """Read them."""
+    """Read the clocks."""
     return Clocks(*map(time.clock_gettime, (time.CLOCK_MONOTONIC, time.CLOCK_BOOTTIME, time.CLOCK_REALTIME)))
 
 
-def standstill(before: Clocks, after: Clocks, slept: float) -> tuple[float, str] | None:
-    """Return how long nothing ran while a thread slept, and how that is known; None if there was nothing notable.
+def find_stall(before: Clocks, after: Clocks, slept: float) -> tuple[float, str] | None:
+    """Return how long nothing ran while a thread slept, and which sign shows it; None for short times.
 
     Args:
-        before: the clocks when it went to sleep.
+        before: the clocks when the thread went to sleep.
         after: the clocks when it woke up.
         slept: how many seconds it wanted to sleep.
     """
@@ -55,17 +55,17 @@ def standstill(before: Clocks, after: Clocks, slept: float) -> tuple[float, str]
     return (signs[sign], sign) if signs[sign] >= _NOTABLE_SECONDS else None
 
 
-class StandstillWatch:
+class StallWatch:
     """A thread that compares the clocks once a second."""
 
     def __init__(self, counters: Counters) -> None:
-        """Start; each standstill is counted."""
+        """Start the thread; it counts each stall."""
         self._counters = counters
         self._closed = threading.Event()
-        self._thread = SupervisedThread("kvhma-standstill", self._run, counters)
+        self._thread = SupervisedThread("kvhma-stall-watch", self._run, counters)
 
     def close(self) -> None:
-        """Stop."""
+        """Stop the thread."""
         self._closed.set()
         self._thread.join(_INTERVAL_SECONDS)
 
@@ -73,8 +73,8 @@ class StandstillWatch:
         before = read_clocks()
         while not self._closed.wait(_INTERVAL_SECONDS):
             after = read_clocks()
-            found = standstill(before, after, _INTERVAL_SECONDS)
+            found = find_stall(before, after, _INTERVAL_SECONDS)
             if found is not None:
-                logger.warning("kvhma: this process stood still for %.1f s: %s", *found)
-                self._counters.count("stood_still")
+                logger.warning("kvhma: process stalled for %.1f s: %s", *found)
+                self._counters.count("stalls")
             before = after
