@@ -108,7 +108,7 @@ BANNED = {
     "lie|lies|lay|lain": "is at, is stored in, follow each other",
     "of its own|of their own|of one's own|of his own": "own, separate, dedicated",
     "go on|goes on|went on|going on": "continues, keeps running",
-    "(?:is|are|was|were|be) none": "there is no ...; returns None if there is no ...",
+    "(?:is|are|was|were|be) (?-i:none)": "there is no ...; returns None if there is no ...",
     "let go|lets go|letting go": "release, evict, cancel",
     "give up|gives up|gave up|given up|giving up": "evict (memory), cancel (request), stop retrying",
     "behind the|behind it|behind them": "after",
