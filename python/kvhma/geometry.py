@@ -7,6 +7,7 @@ geometry overflows or leaves its region. docs/geometry.md has the JSON form and 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -304,6 +305,11 @@ class Geometry:
             indent: spaces for each level; None for one line.
         """
         return self.core.to_json(indent)
+
+    def to_form(self) -> dict[str, Any]:
+        """Return what :meth:`to_json` writes as plain dictionaries, lists, texts and integers."""
+        form: dict[str, Any] = json.loads(self.to_json())
+        return form
 
     @classmethod
     def from_json(cls, data: bytes | str) -> Geometry:

@@ -75,6 +75,7 @@ def form(geometry: Geometry) -> dict[str, Any]:
 @pytest.mark.parametrize("geometry", OPTIONS, ids=repr)
 def test_json_round_trip(geometry: Geometry) -> None:
     text = geometry.to_json()
+    assert geometry.to_form() == json.loads(text)
     assert text == json.dumps(form(geometry), separators=(",", ":"), ensure_ascii=False).encode()
     for written in (text, geometry.to_json(indent=2), text.decode(), bytearray(text)):
         read = Geometry.from_json(written)  # type: ignore[arg-type]

@@ -70,7 +70,7 @@ def _comparable(value: Geometry | Model | dict[str, Any]) -> Any:
         return value
     if isinstance(value, Model):
         return {**asdict(replace(value, name="")), "layers": list(value.layers)}
-    form = json.loads(value.to_json())
+    form = value.to_form()
     form["layers"] = {
         layer["name"]: {**layer, "page": {"parts": _by_name(form["pages"][layer["page"]]["parts"])}}
         for layer in form["layers"]

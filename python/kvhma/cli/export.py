@@ -29,6 +29,7 @@ from kvhma.cli.model_names import complete_model
 from kvhma.errors import RequestError
 from kvhma.geometry import Geometry, Span
 from kvhma.oracle.cases import Case, load
+from kvhma.oracle.forms import span_forms
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,5 +173,5 @@ def _of_case(path: Path) -> Iterator[_File]:
 
 
 def _request(case: Case) -> dict[str, Any]:
-    form = json.loads(case.to_json())
-    return {"num_tokens": case.num_tokens, "local": form["local_spans"], "remote": form["remote_spans"]}
+    local, remote = span_forms(case.local_spans), span_forms(case.remote_spans)
+    return {"num_tokens": case.num_tokens, "local": local, "remote": remote}

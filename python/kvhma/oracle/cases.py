@@ -102,8 +102,8 @@ class Case:
         """
         form: dict[str, Any] = {
             "kvhma_case": CASE_VERSION,
-            "local": json.loads(self.local.to_json()),
-            "remote": [json.loads(remote.to_json()) for remote in self.remotes],
+            "local": self.local.to_form(),
+            "remote": [remote.to_form() for remote in self.remotes],
             "num_tokens": self.num_tokens,
             "local_spans": span_forms(self.local_spans),
             "remote_spans": span_forms(self.remote_spans),

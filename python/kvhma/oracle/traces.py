@@ -123,8 +123,7 @@ class Trace:
         """Yield the lines of the file, without line ends."""
         head: dict[str, Any] = {"kvhma_trace": TRACE_VERSION, "connector": self.connector, "one_pool": self.one_pool}
         head |= {
-            name: [json.loads(rank.to_json()) for rank in ranks]
-            for name, ranks in (("local", self.local), ("remote", self.remote))
+            name: [rank.to_form() for rank in ranks] for name, ranks in (("local", self.local), ("remote", self.remote))
         }
         yield json.dumps(head)
         for request in self.requests:
