@@ -72,14 +72,14 @@ READ_PARAMS = PrefillParams.from_params
 """The original function, before it is timed."""
 
 PARTS: dict[str, tuple[Any, Sequence[str]]] = {
-    "P: which blocks, and whether its windows are all there": (PrefillScheduler, ["_spans_to_hand_over"]),
-    "P and D: digest of the prompt, or queuing it for the thread": (PromptDigests, ["begin", "take"]),
+    "P: which blocks, and whether its windows are all there": (PrefillScheduler, ["_spans_to_hand_off"]),
+    "P and D: digest of the prompt, or its hand-over to the thread": (PromptDigests, ["begin_digest", "take_digest"]),
     "P: parameters written and signed": (PrefillParams, ["to_params"]),
-    "P: its blocks held, and freed": (prefill, ["keep_blocks", "free_blocks"]),
-    "P: lease, and its blocks counted": (LeaseTable, ["add"]),
+    "P: its blocks kept, and freed": (prefill, ["hold_blocks", "free_blocks"]),
+    "P: lease, and its blocks counted": (LeaseTable, ["hold"]),
     "P: leases that have ended": (LeaseTable, ["drain_ended"]),
     "D: parameters read, bounded and verified": (PrefillParams, ["from_params"]),
-    "D: the order for its workers": (DecodeScheduler, ["_make_load"]),
+    "D: the order for its workers": (DecodeScheduler, ["_read_command"]),
 }
 """kvhma's time for each promise: the functions that keep it."""
 
@@ -279,7 +279,7 @@ def release(p: Engine, name: str, params: dict[str, Any], length: int) -> list[s
     if own is None:
         return [name]
     remote = READ_PARAMS(params, own.context.secrets, num_prompt_tokens=length)
-    states = own.context.leases.finish([remote.claim(1)], [Outcome.READ])  # the listener's thread does it
+    states = own.context.leases.check_and_release([remote.claim(1)], [Outcome.READ])  # the listener's thread does it
     assert states == [LeaseState.HELD]
     return []
 

@@ -76,7 +76,7 @@ def test_the_labels_show_the_attack():
     """The same with a P that does not compare digests, as formerly."""
     p, d = engine("p"), engine("d")
     d.read_from(p)
-    p.kvhma.context.leases._is_of = lambda held, claim: True
+    p.kvhma.context.leases._is_of_params = lambda held, claim: True
     victim, own = prefill(p, "victim", [1] * 21), prefill(p, "mine", [2] * 21)
     d.add("attack", [2] * 21, 3, forge(own, victim))
     with pytest.raises(Violation):

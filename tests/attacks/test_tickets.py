@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from kvhma.vllm.counters import Counters
-from kvhma.vllm.scheduler import conversations
-from kvhma.vllm.scheduler.conversations import Conversation, Conversations
+from kvhma.vllm.scheduler import ticket_followers
+from kvhma.vllm.scheduler.ticket_followers import TicketFollower, TicketFollowers
 from kvhma.vllm.scheduler.ticket_table import MAX_TICKETS, TicketTable
 from kvhma.vllm.wire import calls
 from kvhma.vllm.wire.calls import Calls
@@ -60,10 +60,10 @@ class P:
             tickets=self.tickets,
         )
         if tickets is None:
-            self.tickets.on_news = self.listener.notify_progress
+            self.tickets.on_progress = self.listener.tell
 
     def open(self, ticket: bytes) -> bool:
-        return bool(self.tickets.open(ticket, ticket.hex(), self.source, 2, TOKENS, "a" * 32))
+        return bool(self.tickets.open_ticket(ticket, ticket.hex(), self.source, 2, TOKENS, "a" * 32))
 
     def close(self) -> None:
         self.listener.close()
@@ -76,12 +76,12 @@ class Liar:
         self.answers = answers
         self.asked = 0
 
-    def ask(self, question: Follow) -> Progress | None:
+    def progress(self, question: Follow) -> Progress | None:
         self.asked += 1
         return self.answers[min(self.asked, len(self.answers)) - 1]
 
-    def drop(self, ticket: bytes) -> None:
-        """It ignores the notice."""
+    def cancel_ticket(self, ticket: bytes) -> None:
+        """It does not care."""
 
 
 def told(version: int, **more: Any) -> Progress:
@@ -90,29 +90,29 @@ def told(version: int, **more: Any) -> Progress:
 
 
 @pytest.fixture
-def d() -> Iterator[Conversations]:
-    with closing(Conversations(0.5, 1.0, NO_SECRET, Counted())) as made:
+def d() -> Iterator[TicketFollowers]:
+    with closing(TicketFollowers(0.5, 1.0, NO_SECRET, Counted())) as made:
         yield made
 
 
 @pytest.fixture
-def honest(d: Conversations) -> Iterator[Callable[[], None]]:
-    """A follower of an honest P beside the attack; called at the end, it must have continued."""
+def honest(d: TicketFollowers) -> Iterator[Callable[[], None]]:
+    """A follower of an honest P beside all that; called at the end, it must have gone on."""
     with closing(P()) as p:
         ticket = bytes(16)
         p.open(ticket)
-        conversation = d.follow(Ticket(ticket, p.address), TOKENS)
+        follower = d.follow_ticket(Ticket(ticket, p.address), TOKENS)
 
         def goes_on() -> None:
-            p.tickets.settle(ticket, 96, {0: (16, list(range(6)))})
-            until(lambda: conversation.tokens == 96)
-            assert not conversation.error
+            p.tickets.settle_tokens(ticket, 96, {0: (16, list(range(6)))})
+            until(lambda: follower.tokens == 96)
+            assert not follower.error
 
         yield goes_on
 
 
-def follow(d: Conversations, address: Address, ticket: int = 1) -> Conversation:
-    return d.follow(Ticket(ticket.to_bytes(16, "big"), address), TOKENS)
+def follow(d: TicketFollowers, address: Address, ticket: int = 1) -> TicketFollower:
+    return d.follow_ticket(Ticket(ticket.to_bytes(16, "big"), address), TOKENS)
 
 
 LIES = {
@@ -134,25 +134,25 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_p_with_false_answers_ends_one_request(lie: str, d: Conversations, honest: Callable[[], None]) -> None:
+def test_p_that_lies_ends_one_request(lie: str, d: TicketFollowers, honest: Callable[[], None]) -> None:
     with closing(P(Liar(*LIES[lie]))) as p:
-        conversation = follow(d, p.address)
-        until(lambda: conversation.error)
-        assert conversation.error.isprintable()
-        assert sum(map(len, conversation.tables.values())) <= conversation.most_blocks
+        follower = follow(d, p.address)
+        until(lambda: follower.error)
+        assert follower.error.isprintable()
+        assert sum(map(len, follower.tables.values())) <= follower.max_blocks
         honest()
 
 
-def test_p_that_goes_backward_or_claims_more_tokens_gives_no_more_than_it_has(d: Conversations) -> None:
+def test_p_that_goes_backward_or_claims_more_tokens_gives_no_more_than_it_has(d: TicketFollowers) -> None:
     answers = [told(1, tokens=64, blocks=[Settled(0, 0, "1-4")]), told(9, tokens=16), told(5, tokens=1 << 39)]
     with closing(P(Liar(*answers, told(10, tokens=1 << 39)))) as p:
-        conversation = follow(d, p.address)
-        until(lambda: conversation.version == 10)
-        assert (conversation.tokens, conversation.tables) == (TOKENS, {0: [1, 2, 3, 4]}), "the worker finds no blocks"
+        follower = follow(d, p.address)
+        until(lambda: follower.version == 10)
+        assert (follower.tokens, follower.tables) == (TOKENS, {0: [1, 2, 3, 4]}), "the worker finds no blocks"
 
 
 def test_p_with_news_without_end_takes_half_of_a_core_at_most(
-    d: Conversations, honest: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    d: TicketFollowers, honest: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each turn of the thread takes 4 ms of the processor here; it pauses for as long."""
     readings, now, pauses = itertools.count(1), itertools.count(1), []
@@ -161,17 +161,17 @@ def test_p_with_news_without_end_takes_half_of_a_core_at_most(
         thread_time=lambda: next(readings) * 0.004,  # read before and after each turn
         sleep=pauses.append,
     )
-    monkeypatch.setattr(conversations, "time", clock)
+    monkeypatch.setattr(ticket_followers, "time", clock)
 
     class Endless(Liar):
-        def ask(self, question: Follow) -> Progress:
+        def progress(self, question: Follow) -> Progress:
             return told(question.seen + 1, epoch=question.seen, tokens=999, blocks=[Settled(0, 0, "0-999")])
 
     with closing(P(Endless())) as p:
         many = [follow(d, p.address, ticket) for ticket in range(1, 9)]
         until(lambda: all(one.version > 100 for one in many))
         turns = next(readings) // 2
-        assert sum(pauses) > 0.004 * turns - 2 * conversations._BUSY_SECONDS
+        assert sum(pauses) > 0.004 * turns - 2 * ticket_followers._BUSY_SECONDS
         honest()
 
 
@@ -195,9 +195,9 @@ def _server(say: bytes) -> tuple[Address, socket.socket]:
 
 
 def test_unfinished_answers_have_a_bound(
-    d: Conversations, honest: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    d: TicketFollowers, honest: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversations, "MAX_UNREAD_BYTES", 100_000)
+    monkeypatch.setattr(ticket_followers, "MAX_UNREAD_BYTES", 100_000)
     address, listening = _server(struct.pack("<I", 1 << 20) + b" " * 30_000)
     with closing(listening):
         many = [follow(d, address, ticket) for ticket in range(1, 11)]
@@ -206,9 +206,9 @@ def test_unfinished_answers_have_a_bound(
         honest()
 
 
-def test_answers_that_never_come_end(d: Conversations, honest: Callable[[], None], monkeypatch: Any) -> None:
-    monkeypatch.setattr(conversations, "_SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(conversations, "_PATIENCE", 0.2)
+def test_answers_that_never_come_end(d: TicketFollowers, honest: Callable[[], None], monkeypatch: Any) -> None:
+    monkeypatch.setattr(ticket_followers, "_SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(ticket_followers, "_MAX_WAIT_SECONDS", 0.2)
     with ExitStack() as stack:
         followed = []
         for ticket, say in enumerate((b"", b"\0", frame(told(1))[:-1], b"GET / HTTP/1.1\r\n\r\n"), 1):
@@ -220,11 +220,11 @@ def test_answers_that_never_come_end(d: Conversations, honest: Callable[[], None
 
 
 def test_connections_that_close_at_once_are_tried_less_and_less(
-    d: Conversations, monkeypatch: pytest.MonkeyPatch
+    d: TicketFollowers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dialed, dial = [], d._dial
     monkeypatch.setattr(d, "_dial", lambda address: dialed.append(time.monotonic()) or dial(address))
-    monkeypatch.setattr(conversations, "_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(ticket_followers, "_PAUSE_SECONDS", 0.05)
     with closing(socket.create_server(("127.0.0.1", 0))) as listening:
 
         def serve() -> None:
@@ -242,8 +242,8 @@ def test_connections_that_close_at_once_are_tried_less_and_less(
     assert all(pause >= least for pause, least in zip(pauses, (0.05, 0.1, 0.2, 0.4), strict=False)), pauses
 
 
-def test_addresses_without_a_listener_use_few_threads(d: Conversations, honest: Callable[[], None]) -> None:
-    """Requests that are followed at an address that accepts no connection, and their ends."""
+def test_addresses_where_nobody_is_take_a_few_threads(d: TicketFollowers, honest: Callable[[], None]) -> None:
+    """Requests that are followed at an address that takes no connection, and their ends."""
     with closing(socket.socket()) as full:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -253,9 +253,9 @@ def test_addresses_without_a_listener_use_few_threads(d: Conversations, honest: 
             one.setblocking(False)
             one.connect_ex(address)
         for ticket in range(1, 301):
-            conversation = follow(d, address, ticket)
+            follower = follow(d, address, ticket)
             if ticket % 3:
-                d.stop(conversation, unwanted=True)
+                d.stop_follower(follower, unwanted=True)
         names = [thread.name for thread in threading.enumerate()]
         assert names.count("kvhma-call") <= calls.MAX_AT_ADDRESS
         honest()
@@ -286,8 +286,8 @@ def test_strangers_leave_room_for_known_addresses() -> None:
 def test_waiting_questions_cost_nothing_while_others_progress() -> None:
     with closing(P()) as p:
         asked = []
-        ask = p.tickets.ask
-        p.tickets.ask = lambda question: asked.append(question.ticket) or ask(question)
+        ask = p.tickets.progress
+        p.tickets.progress = lambda question: asked.append(question.ticket) or ask(question)
         many = [socket.create_connection(p.address) for _ in range(200)]
         for index, one in enumerate(many, 1):
             one.sendall(frame(Follow(index.to_bytes(16, "big"), 0, 0, 0, 60.0)))
@@ -295,7 +295,7 @@ def test_waiting_questions_cost_nothing_while_others_progress() -> None:
         asked.clear()
         p.open(bytes(16))
         for tokens in range(1, 50):
-            p.tickets.settle(bytes(16), tokens, {})
+            p.tickets.settle_tokens(bytes(16), tokens, {})
         p.open((7).to_bytes(16, "big"))
         assert many[6].recv(4)
         assert set(asked) == {(7).to_bytes(16, "big")}
@@ -307,11 +307,13 @@ def test_waiting_questions_cost_nothing_while_others_progress() -> None:
 def test_a_million_tickets_are_a_few() -> None:
     table = TicketTable(30.0)
     source = Incarnation(Address("a", 1), "p", 7, 1, 1)
-    opened = [table.open(ticket.to_bytes(16, "big"), "r", source, 1, 10, "") for ticket in range(MAX_TICKETS + 1000)]
+    opened = [
+        table.open_ticket(ticket.to_bytes(16, "big"), "r", source, 1, 10, "") for ticket in range(MAX_TICKETS + 1000)
+    ]
     assert (sum(opened), len(table)) == (MAX_TICKETS, MAX_TICKETS)
     for ticket in range(MAX_TICKETS):
-        table.finish(ticket.to_bytes(16, "big"), ended="over")
+        table.end_ticket(ticket.to_bytes(16, "big"), ended="over")
     for ticket in range(1_000_000, 1_010_000):
-        assert table.open(ticket.to_bytes(16, "big"), "r", source, 1, 10, "")
-        table.finish(ticket.to_bytes(16, "big"), ended="over")
+        assert table.open_ticket(ticket.to_bytes(16, "big"), "r", source, 1, 10, "")
+        table.end_ticket(ticket.to_bytes(16, "big"), ended="over")
     assert len(table) == MAX_TICKETS

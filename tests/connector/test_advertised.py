@@ -79,8 +79,8 @@ def engine(bind, advertised=None, engine_id="engine", **more):
 
 def handed_over(p, name="r"):
     asked = request(name, params={"do_remote_decode": True})
-    p.add(asked)
-    return p.finish(asked, tables(p))
+    p.on_request_added(asked)
+    return p.on_request_finished(asked, tables(p))
 
 
 @contextlib.contextmanager
@@ -125,7 +125,7 @@ def test_an_engine_behind_a_mapping_is_reached_through_it(host):
 
 def refusal(d, params, tokens=41):
     asked = request("d", params=params, tokens=tokens)
-    d.add(asked)
+    d.on_request_added(asked)
     failure = d.decode.pending["d"].refusal
     return "" if failure is None else failure.text
 
@@ -161,7 +161,7 @@ def test_a_ticket_that_leads_back_says_so():
     with engine(Address("127.0.0.1", free_port()), ranks=1, lease=1.0) as d:
         own = {"remote_host": "127.0.0.1", "remote_port": d.context.engine.address.port, "kvhma_ticket": "0" * 32}
         asked = request("d", params={"do_remote_prefill": True, **own}, tokens=41)
-        d.add(asked)
-        told = d.decode.pending["d"].ticket.conversation
+        d.on_request_added(asked)
+        told = d.decode.pending["d"].ticket.follower
         until(lambda: told.error)
         assert told.error.endswith("and is this engine itself: set advertised_host of P to where this host reaches it")

@@ -371,7 +371,7 @@ def test_requests_that_lack_a_seat_cost_no_answers(overlapped):
     for _ in range(30):
         chat.d.step()
         chat.p.step()
-    assert chat.d.kvhma.answers._loaded, "all have a seat"
+    assert chat.d.kvhma.kept_turns._loaded, "all have a seat"
     assert chat.d.counted("answers") == {}
     for _, name, _ in told:
         chat.d.abort(name)
@@ -407,8 +407,8 @@ def test_an_answer_that_goes_while_it_is_read_is_not_believed():
         patch.setattr(Engine, "_part", lambda *given: replace(part(*given), steps=4))
         chat.p.step()
     assert chat.p.counts.loads == 1
-    ((key, _),) = chat.d.kvhma.context.leases.answers()
-    chat.d.kvhma.context.leases.give_up(key)
+    ((key, _),) = chat.d.kvhma.context.leases.kept_turns()
+    chat.d.kvhma.context.leases.evict(key)
     chat.d.step()
     chat.d.step()
     chat.d.garbage(slice(None))

@@ -19,7 +19,7 @@ import pytest
 # With its parts, since torch warns while they are imported, and a warning is an error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
-from kvhma.vllm.scheduler import answers, decode, failed_loads
+from kvhma.vllm.scheduler import decode, failed_loads, kept_turns
 from kvhma.vllm.scheduler.load_machine import Loads, LoadState
 from support.cache.engine import Counts, Engine, EngineShape, Violation
 from support.cache.labels import GroupShape
@@ -269,8 +269,8 @@ def test_a_defect_is_found(name, monkeypatch):
 @pytest.mark.timeout(max(300, SEQUENCES))
 @pytest.mark.parametrize("part", range(SLICES))
 def test_what_is_read_of_answers_is_right(part, monkeypatch):
-    """P reads D's answers for the next turns, and D reads what P computes from them."""
-    monkeypatch.setattr(answers, "_PREFIX_TOKENS", 2)
+    """P reads answers of D for the turns after them, and what it makes of them D reads."""
+    monkeypatch.setattr(kept_turns, "_PREFIX_TOKENS", 2)
     p, d = Counts(), Counts()
     ends: dict[str, float] = {}
     for seed in range(part, SEQUENCES // 2, SLICES):
@@ -293,7 +293,7 @@ def test_what_is_read_of_answers_is_right(part, monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize("name", TURN_MUTANTS)
 def test_a_defect_of_next_turns_is_found(name, monkeypatch):
-    monkeypatch.setattr(answers, "_PREFIX_TOKENS", 2)
+    monkeypatch.setattr(kept_turns, "_PREFIX_TOKENS", 2)
     patch, mixes = TURN_MUTANTS[name]
     patch(monkeypatch)
     for seed in range(600):

@@ -109,8 +109,8 @@ class Engine:
             one.worker.close()
 
     def step(self) -> None:
-        """One step: the workers get their loads, and the scheduler gets the reports of all of them."""
-        metadata = self.scheduler.step(STEP)
+        """One step: the workers get their orders, and the scheduler what all of them report."""
+        metadata = self.scheduler.on_step(STEP)
         total: WorkerReport | None = None
         done = set()
         for one in self.ranks:
@@ -133,7 +133,7 @@ class Engine:
             kv_connector_worker_meta=None if total.is_empty else total,
         )
         self._failed -= done
-        self.scheduler.results(output)
+        self.scheduler.on_worker_results(output)
 
     def steps(self, condition: Any, *others: Engine) -> None:
         def step() -> None:
@@ -180,8 +180,8 @@ def request(name: str, params: dict[str, Any], tokens: int = TOKENS) -> SimpleNa
 def prefill(p: Engine, name: str = "at p") -> dict[str, Any]:
     """Let P's ranks hold a prompt, and have its scheduler hand it off."""
     asked = request(name, {"do_remote_decode": True})
-    p.scheduler.add(asked)
-    params = p.scheduler.finish(asked, tables(1))
+    p.scheduler.on_request_added(asked)
+    params = p.scheduler.on_request_finished(asked, tables(1))
     assert params is not None
     remote = PrefillParams.from_params(params, Secrets(), num_prompt_tokens=TOKENS + 1)
     for one in p.ranks:
@@ -192,7 +192,7 @@ def prefill(p: Engine, name: str = "at p") -> dict[str, Any]:
 def decode(d: Engine, params: dict[str, Any], name: str = "r") -> None:
     """Begin to load it at D."""
     asked = request(name, params)
-    d.scheduler.add(asked)
+    d.scheduler.on_request_added(asked)
     allocate(d, asked)
 
 
@@ -200,7 +200,7 @@ def allocate(d: Engine, asked: SimpleNamespace) -> None:
     external, _ = d.scheduler.matched_tokens(asked, 0)
     assert external == TOKENS
     groups = [[SimpleNamespace(block_id=block, is_null=False, block_hash=None) for block in one] for one in tables(11)]
-    d.scheduler.allocated(asked, SimpleNamespace(blocks=tuple(groups)), external)
+    d.scheduler.on_blocks_allocated(asked, SimpleNamespace(blocks=tuple(groups)), external)
 
 
 @pytest.fixture
@@ -340,7 +340,7 @@ def test_digests_that_an_answer_has_no_room_for_come_with_another(monkeypatch: p
     leases = LeaseTable(30.0)
     claims = [LeaseClaim(LeaseKey(f"{number}", number), 1, b"d" * 16) for number in range(3)]
     for claim in claims:
-        leases.add(claim.key, claim.digest, [1])
+        leases.hold(claim.key, claim.digest, [1])
         leases.note_content(claim.key, bytes(10))
     other = claims[0]._replace(digest=b"e" * 16)
     monkeypatch.setattr(lease_table, "MAX_CONTENTS_BYTES", 25)
@@ -352,11 +352,13 @@ def test_digests_that_an_answer_has_no_room_for_come_with_another(monkeypatch: p
 def test_one_rank_that_fails_keeps_no_other_waiting(engines: Any) -> None:
     p, d = engines(1, content_digests="all"), engines(2, content_digests="all", load_retries=0)
     decode(d, prefill(p))
-    metadata = d.scheduler.step(STEP)
+    metadata = d.scheduler.on_step(STEP)
     d.ranks[0].worker.start_loads(metadata)
-    lost = WorkerReport({"r": Failure("transfer", "lost", transient=True)})
-    d.scheduler.results(SimpleNamespace(finished_recving=None, failed_recving=None, kv_connector_worker_meta=lost))
-    metadata = d.scheduler.step(STEP)
+    lost = WorkerReport({"r": Failure("transfer", "lost", passing=True)})
+    d.scheduler.on_worker_results(
+        SimpleNamespace(finished_recving=None, failed_recving=None, kv_connector_worker_meta=lost)
+    )
+    metadata = d.scheduler.on_step(STEP)
     assert metadata.verdicts == {"r": None}
     d.ranks[0].worker.start_loads(metadata)
     until(lambda: "r" in d.ranks[0].worker.collect(idle=True)[0], p.step)

@@ -65,10 +65,10 @@ class Loop(EngineCoreProc):
         self.steps += 1
         for name in self.asked:
             asked = request(name, params={"do_remote_decode": True})
-            self.kvhma.add(asked)
-            self.params = self.kvhma.finish(asked, tables(self.kvhma))
+            self.kvhma.on_request_added(asked)
+            self.params = self.kvhma.on_request_finished(asked, tables(self.kvhma))
         self.asked.clear()
-        self.kvhma.step(STEP)
+        self.kvhma.on_step(STEP)
         self.stuck.wait()
         return {}, False
 
@@ -109,7 +109,7 @@ class Loop(EngineCoreProc):
 
     def close(self):
         for key in list(self.kvhma.context.leases._held):
-            self.kvhma.context.leases.give_up(key)
+            self.kvhma.context.leases.evict(key)
         self.shutdown_state = EngineShutdownState.REQUESTED
         self.input_queue.put((b"call", None))
         self.call = lambda: None
@@ -244,8 +244,8 @@ class SlowBoards:
         self.boards = boards
         self.entered, self.go_on = threading.Event(), threading.Event()
 
-    def hide(self, place):
-        self.boards.hide(place)
+    def hide_mark(self, place):
+        self.boards.hide_mark(place)
         self.entered.set()
         self.go_on.wait(20)
 
@@ -276,9 +276,9 @@ def test_without_a_loop_that_is_known_it_steps_on(missing, monkeypatch):
     kvhma = scheduler()
     try:
         asked = request("at p", params={"do_remote_decode": True})
-        kvhma.add(asked)
+        kvhma.on_request_added(asked)
         assert not kvhma.needs_step()
-        kvhma.finish(asked, tables(kvhma))
+        kvhma.on_request_finished(asked, tables(kvhma))
         if missing == "its queue":
             monkeypatch.setattr(engine_loop, "_USED", ("no_such_name",))
             loop = Loop(kvhma)

@@ -41,7 +41,7 @@ class Prefill:
 
     def add(self, name="at p", ticket=TICKET, tokens=N):
         asked = request(name, tokens, params={"do_remote_decode": True, "kvhma_ticket": ticket})
-        self.scheduler.add(asked)
+        self.scheduler.on_request_added(asked)
         self.manager.tables[name] = tables(self.scheduler)
         self.computed[name] = 0
         return asked
@@ -63,20 +63,20 @@ class Prefill:
                 req_ids=list(before), num_computed_tokens=[self.computed[name] for name in before]
             ),
         )
-        number = self.scheduler.step(found).step
+        number = self.scheduler.on_step(found).step
         for name, count in before.items():
             self.computed[name] += count
         return number
 
     def results(self, number):
-        self.scheduler.results(
+        self.scheduler.on_worker_results(
             SimpleNamespace(
                 finished_recving=set(), failed_recving=set(), kv_connector_worker_meta=WorkerReport(step=number)
             )
         )
 
     def finish(self, asked, **more):
-        return self.scheduler.finish(asked, self.manager.tables[asked.request_id])
+        return self.scheduler.on_request_finished(asked, self.manager.tables[asked.request_id])
 
     def params_of_d(self, ticket=TICKET):
         address = self.scheduler.context.engine.address
@@ -109,10 +109,10 @@ def waits(d, asked):
 def followed(d, p, name="r"):
     """Have D follow P's request; return D's request, which has blocks."""
     asked = request(name, N, params=p.params_of_d())
-    d.add(asked)
+    d.on_request_added(asked)
     until(lambda: not waits(d, asked))
     assert d.matched_tokens(asked, 0) == (N, True)
-    d.allocated(asked, blocks(d), N)
+    d.on_blocks_allocated(asked, blocks(d), N)
     return asked
 
 
@@ -121,7 +121,7 @@ def piece_of(d):
     found = []
 
     def ordered():
-        found.extend(d.step(STEP).loads)
+        found.extend(d.on_step(STEP).loads)
         return found
 
     until(ordered)
@@ -131,11 +131,11 @@ def piece_of(d):
 
 def read(d, name="r", lost=""):
     report = WorkerReport(pieces={name: 1}, lost_pieces={name: lost} if lost else {})
-    d.results(SimpleNamespace(finished_recving=set(), failed_recving=set(), kv_connector_worker_meta=report))
+    d.on_worker_results(SimpleNamespace(finished_recving=set(), failed_recving=set(), kv_connector_worker_meta=report))
 
 
-def conversation_of(d, name="r"):
-    return d.decode.pending[name].ticket.conversation
+def follower_of(d, name="r"):
+    return d.decode.pending[name].ticket.follower
 
 
 def entries(load):
@@ -146,7 +146,7 @@ def entries(load):
 
 def nothing_comes(d):
     for _ in range(20):
-        assert d.step(STEP).loads == []
+        assert d.on_step(STEP).loads == []
         time.sleep(0.005)
 
 
@@ -177,16 +177,16 @@ def test_pieces_come_as_steps_are_settled_and_the_rest_at_the_end(p, d):
     assert entries(load)[1]
     assert load.remote.lease_key.request_id == "at p"
     assert load.remote.digest.hex() == params["kvhma"]["digest"]
-    d.results(output(["r"]))
+    d.on_worker_results(output(["r"]))
     assert d.decode.pending == {}
 
 
 def test_without_a_ticket_the_parameters_are_what_they_were(p):
     asked = request("plain", N, params={"do_remote_decode": True})
-    p.scheduler.add(asked)
+    p.scheduler.on_request_added(asked)
     p.manager.tables["plain"] = tables(p.scheduler)
     assert "epoch" not in p.finish(asked)["kvhma"]
-    assert p.scheduler.step(STEP).step is None
+    assert p.scheduler.on_step(STEP).step is None
 
 
 @pytest.mark.parametrize("when", ["while it reads", "after it has read", "after the last announcement"])
@@ -225,7 +225,7 @@ def test_what_a_preemption_was_not_told_of_is_read_again(p, d):
     p.build(preempted=["at p"])  # the same blocks again; D has read the overwritten bytes
     p.results(p.build(at_p=160))
     p.finish(at_p)
-    until(lambda: conversation_of(d).over)
+    until(lambda: follower_of(d).is_over)
     read(d)
     load = piece_of(d)
     assert not load.piece
@@ -283,9 +283,9 @@ def test_a_hit_on_blocks_of_the_step_before_waits_for_that(p, d):
 
 def test_d_may_come_first(p, d):
     asked = request("r", N, params=p.params_of_d())
-    d.add(asked)
+    d.on_request_added(asked)
     assert waits(d, asked)
-    until(lambda: conversation_of(d).client)
+    until(lambda: follower_of(d).client)
     assert waits(d, asked)
     p.add()
     until(lambda: not waits(d, asked))
@@ -296,9 +296,9 @@ def test_d_may_come_when_p_has_finished(p, d):
     p.results(p.build(at_p=160))
     p.finish(at_p)
     asked = request("r", N, params=p.params_of_d())
-    d.add(asked)
+    d.on_request_added(asked)
     until(lambda: not waits(d, asked))
-    d.allocated(asked, blocks(d), N)
+    d.on_blocks_allocated(asked, blocks(d), N)
     load = piece_of(d)
     assert not load.piece
     assert entries(load) == (range(10), True)
@@ -309,7 +309,7 @@ def test_p_that_gives_up_fails_the_load(p, d):
     followed(d, p)
     at_p.status.name = "FINISHED_ABORTED"
     assert p.finish(at_p) is None
-    until(lambda: d.step(STEP).refusals)
+    until(lambda: d.on_step(STEP).refusals)
 
 
 def test_d_that_gives_up_is_told_of_to_p(p, d):
@@ -318,15 +318,15 @@ def test_d_that_gives_up_is_told_of_to_p(p, d):
     asked.status.name = "FINISHED_ABORTED"
     p.results(p.build(at_p=96))
     piece_of(d)
-    d.finish(asked, tables(d))
+    d.on_request_finished(asked, tables(d))
     nothing_comes(d)
-    assert d.step(STEP).given_up == [], "a read is under way"
+    assert d.on_step(STEP).given_up == [], "a read is under way"
     read(d)
-    assert d.step(STEP).given_up == ["r"]
-    d.results(output(["r"]))
+    assert d.on_step(STEP).given_up == ["r"]
+    d.on_worker_results(output(["r"]))
     assert d.decode.pending == {}
-    until(lambda: p.scheduler.prefill.settling.is_dropped("at p"))
-    assert p.finish(at_p) is None, "no peer reads it: nothing is held"
+    until(lambda: p.scheduler.prefill.settling.is_cancelled("at p"))
+    assert p.finish(at_p) is None, "nobody reads it: nothing is kept"
 
 
 def test_a_lost_piece_is_read_at_the_end(p, d):
@@ -349,7 +349,7 @@ def test_another_prompt_is_computed_here(p, d):
     p.add(tokens=N)
     asked = request("r", N, params=p.params_of_d())
     asked._all_token_ids[3] = 99
-    d.add(asked)
+    d.on_request_added(asked)
     until(lambda: not waits(d, asked))
     assert d.matched_tokens(asked, 0) == (0, False)
 
@@ -359,11 +359,11 @@ def test_another_prompt_fails_where_policy_says_so(p, d):
     p.add(tokens=N)
     asked = request("r", N, params=p.params_of_d())
     asked._all_token_ids[3] = 99
-    d.add(asked)
+    d.on_request_added(asked)
     until(lambda: not waits(d, asked))
     assert d.matched_tokens(asked, 0) == (1, True)
-    d.allocated(asked, blocks(d), 1)
-    assert d.step(STEP).refusals["r"].cause == "other_prompt"
+    d.on_blocks_allocated(asked, blocks(d), 1)
+    assert d.on_step(STEP).refusals["r"].cause == "other_prompt"
 
 
 @pytest.mark.parametrize("first", ["p", "d"])
@@ -378,14 +378,14 @@ def test_a_followed_request_that_is_not_read_is_given_up(p, d, why, first):
     asked = request("r", 1 if why == "rejected" else N, params=p.params_of_d())
     asked.abort_immediately = why == "rejected"
     asked.get_skip_reading_prefix_cache = lambda: why == "computed"
-    d.add(asked)
+    d.on_request_added(asked)
     assert d.decode.pending == {}
     assert d.matched_tokens(asked, 0) == (0, False)
     assert d.take_stats().data.get("local_prefills", {}) == (
         {"skip_reading_prefix_cache": 1} if why == "computed" else {}
     )
     ticket = bytes.fromhex(TICKET)
-    until(lambda: table.is_dropped(ticket) if at_p is not None else ticket in table._dropped_early)
+    until(lambda: table.is_cancelled(ticket) if at_p is not None else ticket in table._cancelled_early)
     p.finish(at_p or p.add(tokens=N))
     assert len(p.scheduler.context.leases) == 0, "it was kept for the whole lease"
 
@@ -394,14 +394,14 @@ def test_followers_take_a_share_of_the_blocks_only(p, d):
     d.context.manager = SimpleNamespace(block_pool=SimpleNamespace(num_gpu_blocks=21))
     at_p = p.add()
     asked = request("r", N, params=p.params_of_d())
-    d.add(asked)
+    d.on_request_added(asked)
     assert waits(d, asked)
-    until(lambda: conversation_of(d).source)
+    until(lambda: follower_of(d).source)
     assert waits(d, asked), "it would take 21 blocks of 20"
     p.results(p.build(at_p=160))
     p.finish(at_p)
     until(lambda: not waits(d, asked))
-    d.allocated(asked, blocks(d), N)
+    d.on_blocks_allocated(asked, blocks(d), N)
     assert not piece_of(d).piece
 
 
@@ -409,9 +409,9 @@ def test_samples_read_at_the_end(p, d):
     at_p = p.add()
     both = [request(name, N, params=p.params_of_d()) for name in ("0_r", "1_r")]
     for asked in both:
-        d.add(asked)
+        d.on_request_added(asked)
     assert all(waits(d, asked) for asked in both)
-    until(lambda: all(conversation_of(d, name).source for name in ("0_r", "1_r")))
+    until(lambda: all(follower_of(d, name).source for name in ("0_r", "1_r")))
     assert all(waits(d, asked) for asked in both)
     p.finish(at_p)
     for asked in both:
@@ -421,10 +421,10 @@ def test_samples_read_at_the_end(p, d):
 @pytest.mark.parametrize("ticket", ["", "0" * 31, "G" * 32, 7, ["0" * 32], "0" * 33, "٠" * 32])
 def test_a_ticket_that_is_none(p, d, ticket):
     asked = request("r", N, params=p.params_of_d() | {"kvhma_ticket": ticket})
-    d.add(asked)
+    d.on_request_added(asked)
     assert d.matched_tokens(asked, 0) == (1, True)
-    d.allocated(asked, blocks(d), 1)
-    assert "kvhma_ticket" in d.step(STEP).refusals["r"].text
+    d.on_blocks_allocated(asked, blocks(d), 1)
+    assert "kvhma_ticket" in d.on_step(STEP).refusals["r"].text
     p.add("odd", ticket=ticket)
     assert p.finish(request("odd", N, params={"do_remote_decode": True, "kvhma_ticket": ticket})) is not None
 
@@ -442,11 +442,11 @@ def test_names_of_blocks_are_those_that_were_not_told(p, d):
     table = p.scheduler.prefill.settling.tickets
     p.results(p.build(at_p=64))
     piece_of(d)
-    (conversation,) = d.decode._following._conversations._conversations
-    until(lambda: conversation.tokens == 64)
-    question = conversation.question()
+    (follower,) = d.decode._following._followers._followers
+    until(lambda: follower.tokens == 64)
+    question = follower.next_question()
     p.results(p.build(at_p=64))
-    (told,) = table.ask(question).blocks
+    (told,) = table.progress(question).blocks
     assert (told.first, text_to_ids(told.ids, 99).tolist()) == (4, tables(d)[0][4:8])
 
 
@@ -469,18 +469,18 @@ class Waits:
 
 
 def test_with_nothing_to_compute_d_waits_for_news(p, d):
-    """An engine that only schedules again uses two cores, which P may compute with."""
-    conversations = d.decode._following._conversations
-    waits = conversations.news = Waits(conversations.news)
+    """An engine that only schedules again takes two cores, which may be those P computes with."""
+    followers = d.decode._following._followers
+    waits = followers.progressed = Waits(followers.progressed)
     busy = SimpleNamespace(num_scheduled_tokens={"other": 1}, total_num_scheduled_tokens=1)
     for step in (STEP, STEP, STEP, busy):
-        d.step(step)
+        d.on_step(step)
     at_p = p.add()
     followed(d, p)
     for step in (STEP, STEP, busy, STEP, STEP):
-        d.step(step)
-    assert waits.seconds == []  # with asynchronous scheduling a busy step's results may come with the third only
-    d.step(STEP)
+        d.on_step(step)
+    assert waits.seconds == []  # with asynchronous scheduling a busy one's results may not be back before the third
+    d.on_step(STEP)
     assert waits.seconds != []
     waits.seconds.clear()
     p.results(p.build(at_p=64))
@@ -489,12 +489,12 @@ def test_with_nothing_to_compute_d_waits_for_news(p, d):
     assert max(waits.seconds) < 0.01
     waits.seconds.clear()
     for _ in range(5):
-        d.step(STEP)
+        d.on_step(STEP)
     assert waits.seconds == []  # the worker waits for the piece
     read(d)
-    d.decode.refuse(request("another", N), "which is reported with the next step")
+    d.decode.refuse_request(request("another", N), "which is reported with the next step")
     for _ in range(5):
-        d.step(STEP)
+        d.on_step(STEP)
     assert waits.seconds == []
     p.finish(at_p)
     assert not piece_of(d).piece
@@ -506,10 +506,10 @@ def test_data_parallel_engines_do_not_wait_for_news(p, waits):
     try:
         p.add()
         followed(d, p)
-        news = d.decode._following._conversations.news
+        news = d.decode._following._followers.progressed
         news.set()
         for _ in range(5):
-            d.step(STEP)
+            d.on_step(STEP)
         assert news.is_set() is not waits
     finally:
         d.close()

@@ -12,7 +12,7 @@ from connector.test_following import (  # noqa: F401
     TICKET,
     N,
     Prefill,
-    conversation_of,
+    follower_of,
     d,
     entries,
     followed,
@@ -121,18 +121,18 @@ def test_the_share_of_followers_is_given_back(p, d):  # noqa: F811
     d.context.manager = SimpleNamespace(block_pool=SimpleNamespace(num_gpu_blocks=1000))
     for end in ("finished", "aborted", "cancelled"):
         at_p, asked = p.add(ticket=TICKET), followed(d, p, name="r")
-        assert d.decode._following._taken == 21
-        if end == "cancelled":
+        assert d.decode._following._blocks_taken == 21
+        if end == "given up":
             asked.status.name = "FINISHED_ABORTED"
-            d.finish(asked, tables(d))
-            d.step(STEP)
+            d.on_request_finished(asked, tables(d))
+            d.on_step(STEP)
         elif end == "aborted":
             at_p.status.name = "FINISHED_ABORTED"
         p.finish(at_p)
-        until(lambda: d.step(STEP) and not d.decode._following.with_blocks)
-        assert d.decode._following._taken == 0
-        d.results(output(["r"]))
-        p.scheduler.prefill.settling.tickets._forget_oldest()
+        until(lambda: d.on_step(STEP) and not d.decode._following.with_blocks)
+        assert d.decode._following._blocks_taken == 0
+        d.on_worker_results(output(["r"]))
+        p.scheduler.prefill.settling.tickets._evict_oldest()
 
 
 @pytest.mark.parametrize("why", ["another prompt", "aborted"])
@@ -142,24 +142,24 @@ def test_what_p_had_finished_by_then_is_let_go(p, d, why):  # noqa: F811
     asked = request("r", N, params=p.params_of_d())
     if why == "another prompt":
         asked._all_token_ids[3] = 99
-    d.add(asked)
-    told = d.decode.pending["r"].ticket.conversation
+    d.on_request_added(asked)
+    told = d.decode.pending["r"].ticket.follower
     until(lambda: told.source is not None)
-    drop, waits_for = p.scheduler.prefill.settling.tickets.drop, []
-    p.scheduler.prefill.settling.tickets.drop = waits_for.append
+    drop, waits_for = p.scheduler.prefill.settling.tickets.cancel_ticket, []
+    p.scheduler.prefill.settling.tickets.cancel_ticket = waits_for.append
     if why == "another prompt":
         assert d.matched_tokens(asked, 0) == (0, False)
         until(lambda: waits_for)
         assert p.finish(at_p) is not None
     else:
         assert p.finish(at_p) is not None
-        until(lambda: told.over)
+        until(lambda: told.is_over)
         asked.status.name = "FINISHED_ABORTED"
-        d.finish(asked, tables(d))
+        d.on_request_finished(asked, tables(d))
         until(lambda: waits_for)
     assert len(p.scheduler.context.leases) == 1
     drop(waits_for[0])
-    until(lambda: p.scheduler.step(STEP_OF_P) and not kept(p.scheduler))
+    until(lambda: p.scheduler.on_step(STEP_OF_P) and not kept(p.scheduler))
 
 
 def test_p_that_has_begun_anew_ends_what_it_had_said(p, d):  # noqa: F811
@@ -179,7 +179,7 @@ def test_p_that_has_begun_anew_ends_what_it_had_said(p, d):  # noqa: F811
         refusals = {}
 
         def ended():
-            refusals.update(d.step(STEP).refusals)
+            refusals.update(d.on_step(STEP).refusals)
             return refusals
 
         until(ended)
@@ -190,9 +190,9 @@ def test_p_that_has_begun_anew_ends_what_it_had_said(p, d):  # noqa: F811
 
 def test_a_ticket_that_was_never_known_is_waited_for(p, d):  # noqa: F811
     asked = request("r", N, params=p.params_of_d())
-    d.add(asked)
+    d.on_request_added(asked)
     assert waits(d, asked)
-    until(lambda: conversation_of(d).client)
+    until(lambda: follower_of(d).client)
     assert waits(d, asked)
     p.add()
     until(lambda: not waits(d, asked))

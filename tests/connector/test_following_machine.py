@@ -67,7 +67,7 @@ class Machine:
             self.computed = self.rng.choice([16, 32, 64])
             junk = self.rng.choice([N, N, 16 * self.rng.randrange(self.computed // 16)])
         names = {"at p": tokens} if tokens else {}
-        number = self.p.step(
+        number = self.p.on_step(
             SimpleNamespace(
                 num_scheduled_tokens=names,
                 total_num_scheduled_tokens=tokens,
@@ -99,7 +99,9 @@ class Machine:
             self.computed = min(self.computed, junk)
             self.flying = [(one, begin, stop, ids, junk) for one, begin, stop, ids, _ in self.flying]
         found = WorkerReport(step=number)
-        self.p.results(SimpleNamespace(finished_recving=set(), failed_recving=set(), kv_connector_worker_meta=found))
+        self.p.on_worker_results(
+            SimpleNamespace(finished_recving=set(), failed_recving=set(), kv_connector_worker_meta=found)
+        )
 
     def move_a_block(self):
         """Copy on write: the request continues with a copy, and the block belongs to another request."""
@@ -120,13 +122,13 @@ class Machine:
         asked.status.name = status
         asked.num_computed_tokens = self.computed
         self.over = status
-        if self.p.finish(asked, self.tables) is None:
+        if self.p.on_request_finished(asked, self.tables) is None:
             self.junk.update(block for table in self.tables for block in table)
 
     # --- and at D
 
     def order(self):
-        metadata = self.d.step(STEP)
+        metadata = self.d.on_step(STEP)
         if metadata.loads:
             assert self.reading is None, "one read at a time"
             (self.reading,) = metadata.loads
@@ -154,16 +156,18 @@ class Machine:
         self.read_some(all_of_it=True)
         piece, self.reading = self.reading.piece, None
         if not piece:
-            self.d.results(output(["r"]))
+            self.d.on_worker_results(output(["r"]))
             return True
         lost = {"r": "lost"} if self.rng.random() < 0.1 else {}
         found = WorkerReport(pieces={"r": 1}, lost_pieces=lost)
-        self.d.results(SimpleNamespace(finished_recving=set(), failed_recving=set(), kv_connector_worker_meta=found))
+        self.d.on_worker_results(
+            SimpleNamespace(finished_recving=set(), failed_recving=set(), kv_connector_worker_meta=found)
+        )
         return False
 
     def cut_the_connection(self):
-        for conversation in list(self.d.decode._following._conversations._known):
-            client = conversation.client
+        for follower in list(self.d.decode._following._followers._known):
+            client = follower.client
             if client is not None:
                 with contextlib.suppress(OSError):  # the thread may just be closing it
                     client._socket.shutdown(2)
@@ -182,7 +186,7 @@ def run(machine):
     machine.asked_of_p = request("at p", N, params={"do_remote_decode": True, "kvhma_ticket": machine.ticket})
     params = {"do_remote_prefill": True, "kvhma_ticket": machine.ticket}
     asked = request("r", N, params=params | {"remote_host": address.host, "remote_port": address.port})
-    began = [lambda: machine.p.add(machine.asked_of_p), lambda: machine.d.add(asked)]
+    began = [lambda: machine.p.on_request_added(machine.asked_of_p), lambda: machine.d.on_request_added(asked)]
     rng.shuffle(began)
     for begin in began:
         begin()
@@ -192,7 +196,7 @@ def run(machine):
         if not placed:
             tokens, _ = machine.d.matched_tokens(asked, 0)
             if tokens:
-                machine.d.allocated(asked, blocks_of_d(), tokens)
+                machine.d.on_blocks_allocated(asked, blocks_of_d(), tokens)
                 placed = True
         metadata = machine.order()
         pieces += sum(load.piece for load in metadata.loads)

@@ -62,10 +62,10 @@ def d():
 def handed_over(p, *features, tokens=TOKENS, **more):
     """Have P compute a prompt; return the parameters that a proxy forwards."""
     request = asked("at p", {"do_remote_decode": True}, *features, tokens=tokens, **more)
-    p.add(request)
+    p.on_request_added(request)
     request.num_computed_tokens = len(tokens)
     request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    params = p.finish(request, tables(p))
+    params = p.on_request_finished(request, tables(p))
     assert params is not None
     return json.loads(json.dumps(params))
 
@@ -81,14 +81,14 @@ def hashes(*features, tokens=TOKENS):
 )
 def test_blocks_are_known_by_what_p_has_seen(p, d, given):
     request = asked("r", handed_over(p, feature()), *given)
-    d.add(request)
+    d.on_request_added(request)
     assert request.block_hashes == hashes(feature())
     assert [one.identifier for one in request.mm_features] == [CAT]
     assert d.matched_tokens(request, 0) == (80, True)
-    d.allocated(request, blocks(d), 80)
-    (order,) = d.step(STEP).loads
+    d.on_blocks_allocated(request, blocks(d), 80)
+    (order,) = d.on_step(STEP).loads
     assert order.remote.items == ()
-    d.results(output(["r"]))
+    d.on_worker_results(output(["r"]))
     assert d.take_stats() is None
 
 
@@ -96,7 +96,7 @@ def test_another_picture_under_the_same_placeholder(p, d):
     found = []
     for picture in (CAT, DOG):
         request = asked(picture, handed_over(p, feature(picture)), feature("a placeholder"))
-        d.add(request)
+        d.on_request_added(request)
         assert d.matched_tokens(request, 0) == (80, True)
         found.append(request.block_hashes)
         assert found[-1] == hashes(feature(picture))
@@ -118,10 +118,10 @@ def test_what_is_not_trusted(p, d, what):
         compares = p if what == "p compares" else d
         compares.context.settings = replace(compares.context.settings, mm_items="compare")
     request = asked("r", handed_over(p, feature()), *given, tokens=tokens, salt="tenant" if what == "salt" else None)
-    d.add(request)
+    d.on_request_added(request)
     assert d.matched_tokens(request, 0) == (1, True)
-    d.allocated(request, blocks(d), 1)
-    assert d.step(STEP).refusals["r"].cause == "other_prompt"
+    d.on_blocks_allocated(request, blocks(d), 1)
+    assert d.on_step(STEP).refusals["r"].cause == "other_prompt"
 
 
 @pytest.mark.parametrize("backoff", [0, 1])
@@ -131,10 +131,10 @@ def test_an_item_that_d_would_have_to_compute(p, d, given, backoff):
     d.context.engine = replace(d.context.engine, backoff=backoff)
     request = asked("r", handed_over(p, feature(offset=70, length=10)), *given)
     before = list(request.block_hashes)
-    d.add(request)
+    d.on_request_added(request)
     assert d.matched_tokens(request, 0) == (1, True)
-    d.allocated(request, blocks(d), 1)
-    assert "ends with token 80, of this prompt 79 are loaded" in d.step(STEP).refusals["r"].text
+    d.on_blocks_allocated(request, blocks(d), 1)
+    assert "ends with token 80, of this prompt 79 are loaded" in d.on_step(STEP).refusals["r"].text
     assert request.block_hashes == before
 
 
@@ -161,13 +161,13 @@ def test_positions_that_depend_on_items(p, d, at_p, given, why):
         one.context.engine = replace(one.context.engine, positions_depend_on_items=True)
     features = [] if given == [] else [feature("a placeholder", data=given)]
     request = asked("r", handed_over(p, feature(data=at_p)), *features)
-    d.add(request)
+    d.on_request_added(request)
     if not why:
         assert d.matched_tokens(request, 0) == (80, True)
     else:
         assert d.matched_tokens(request, 0) == (1, True)
-        d.allocated(request, blocks(d), 1)
-        text = d.step(STEP).refusals["r"].text
+        d.on_blocks_allocated(request, blocks(d), 1)
+        text = d.on_step(STEP).refusals["r"].text
         assert why in text
         assert "M-RoPE" in text
 
@@ -177,7 +177,7 @@ def test_the_same_item_needs_no_shape(p, d, shapes):
     for one in (p, d):
         one.context.engine = replace(one.context.engine, positions_depend_on_items=True)
     request = asked("r", handed_over(p, feature(data=shapes[0])), feature(data=shapes[1]))
-    d.add(request)
+    d.on_request_added(request)
     assert d.matched_tokens(request, 0) == (80, True)
 
 
@@ -185,22 +185,22 @@ def test_the_same_item_needs_no_shape(p, d, shapes):
 def test_one_that_is_preempted_is_not_computed_from_its_placeholder(p, d, hit):
     """Unless the prefix cache still has all of the items that only P has seen."""
     request = asked("r", handed_over(p, feature()), feature("a placeholder"))
-    d.add(request)
+    d.on_request_added(request)
     assert d.matched_tokens(request, 0) == (80, True)
-    d.allocated(request, blocks(d), 80)
-    d.step(STEP)
-    d.results(output(["r"]))
+    d.on_blocks_allocated(request, blocks(d), 80)
+    d.on_step(STEP)
+    d.on_worker_results(output(["r"]))
     assert d.decode.pending == {}
     found = d.matched_tokens(request, hit)
     if hit == 48:
         assert found == (0, False)
     else:
         assert found == (1, True)
-        d.allocated(request, blocks(d), 1)
-        assert "only P has seen" in d.step(STEP).refusals["r"].text
-        d.results(output(["r"], ["r"], {}))
+        d.on_blocks_allocated(request, blocks(d), 1)
+        assert "only P has seen" in d.on_step(STEP).refusals["r"].text
+        d.on_worker_results(output(["r"], ["r"], {}))
     request.status = RequestStatus.FINISHED_LENGTH_CAPPED
-    d.finish(request, tables(d))
+    d.on_request_finished(request, tables(d))
     assert d.decode._items_end == {}
 
 
@@ -208,11 +208,11 @@ def test_items_of_a_prompt_that_must_not_read_the_cache(p, d):
     """Formerly vLLM computed the placeholder, even with a load, and cached it as P's picture from then on."""
     request = asked("r", handed_over(p, feature()), feature("a placeholder"), prompt_logprobs=1)
     before = list(request.block_hashes)
-    d.add(request)
+    d.on_request_added(request)
     assert d.matched_tokens(request, 0) == (1, True)
     assert not request.skip_reading_prefix_cache, "vLLM asks for no load"
-    d.allocated(request, blocks(d), 1)
-    assert "of this prompt 0 are loaded" in d.step(STEP).refusals["r"].text
+    d.on_blocks_allocated(request, blocks(d), 1)
+    assert "of this prompt 0 are loaded" in d.on_step(STEP).refusals["r"].text
     assert request.block_hashes == before
 
 
@@ -223,16 +223,16 @@ def test_what_all_groups_have_is_what_is_not_computed(p, d, loaded, all_groups, 
     d.context.engine = replace(d.context.engine, has_state=True)
     d.context.manager.get_computed_blocks = lambda request: (None, all_groups, 0)
     request = asked("r", handed_over(p, feature()), feature("a placeholder"))
-    d.add(request)
+    d.on_request_added(request)
     if loaded:
         assert d.matched_tokens(request, 0) == (80, True)
-        d.allocated(request, blocks(d), 80)
-        d.step(STEP)
-        d.results(output(["r"]))
+        d.on_blocks_allocated(request, blocks(d), 80)
+        d.on_step(STEP)
+        d.on_worker_results(output(["r"]))
     assert d.matched_tokens(request, 80) == ((1, True) if fails else (0, False))
     if fails:
-        d.allocated(request, blocks(d), 1)
-        assert "only P has seen" in d.step(STEP).refusals["r"].text
+        d.on_blocks_allocated(request, blocks(d), 1)
+        assert "only P has seen" in d.on_step(STEP).refusals["r"].text
 
 
 def test_who_computes_what_fails_takes_over_nothing(p):
@@ -240,7 +240,7 @@ def test_who_computes_what_fails_takes_over_nothing(p):
     d = scheduler(mm_items="trust_prefill", recompute=True, ranks=1)
     try:
         request = asked("r", handed_over(p, feature()), feature("a placeholder"))
-        d.add(request)
+        d.on_request_added(request)
         assert d.matched_tokens(request, 0) == (0, False)
         assert request.mm_features[0].identifier == "a placeholder"
     finally:
@@ -251,17 +251,17 @@ def test_workers_hear_of_no_items(p, d):
     """Formerly the items of a prompt that was followed to its end were in each rank's order."""
     ticket = "0123456789abcdef" * 2
     at_p = asked("at p", {"do_remote_decode": True, "kvhma_ticket": ticket}, feature())
-    p.add(at_p)
+    p.on_request_added(at_p)
     address = p.context.engine.address
     params = {"do_remote_prefill": True, "kvhma_ticket": ticket, "remote_host": address.host}
     request = asked("r", params | {"remote_port": address.port}, feature())
-    d.add(request)
+    d.on_request_added(request)
     until(lambda: d.matched_tokens(request, 0) == (80, True))
-    d.allocated(request, blocks(d), 80)
+    d.on_blocks_allocated(request, blocks(d), 80)
     at_p.num_computed_tokens, at_p.status = 80, RequestStatus.FINISHED_LENGTH_CAPPED
-    assert p.finish(at_p, tables(p))["kvhma"]["items"]
+    assert p.on_request_finished(at_p, tables(p))["kvhma"]["items"]
     orders = []
-    until(lambda: orders, lambda: orders.extend(d.step(STEP).loads))
+    until(lambda: orders, lambda: orders.extend(d.on_step(STEP).loads))
     assert [order.remote.items for order in orders] == [()]
 
 
@@ -298,10 +298,10 @@ def test_items_that_somebody_has_made_up(p, d, items):
     params["kvhma"]["items"] = items
     request = asked("r", params, feature("a placeholder"))
     before = list(request.block_hashes)
-    d.add(request)
+    d.on_request_added(request)
     assert d.matched_tokens(request, 0) == (1, True)
-    d.allocated(request, blocks(d), 1)
-    assert d.step(STEP).refusals["r"].cause == "refused"
+    d.on_blocks_allocated(request, blocks(d), 1)
+    assert d.on_step(STEP).refusals["r"].cause == "refused"
     assert (request.block_hashes, request.mm_features[0].identifier) == (before, "a placeholder")
 
 
@@ -325,15 +325,15 @@ def test_a_ticket_waits_for_what_p_has_seen(p, d, given):
     """The items come with P's parameters; vLLM then has to look for the blocks again."""
     ticket = "0123456789abcdef" * 2
     at_p = asked("at p", {"do_remote_decode": True, "kvhma_ticket": ticket}, feature())
-    p.add(at_p)
+    p.on_request_added(at_p)
     address = p.context.engine.address
     params = {"do_remote_prefill": True, "kvhma_ticket": ticket, "remote_host": address.host}
     request = asked("r", params | {"remote_port": address.port}, *given)
-    d.add(request)
+    d.on_request_added(request)
     (load,) = d.decode.pending.values()
-    until(lambda: d.matched_tokens(request, 0) == (None, False) and load.ticket.is_told_late)
+    until(lambda: d.matched_tokens(request, 0) == (None, False) and load.ticket.is_compared_at_hand_off)
     at_p.num_computed_tokens, at_p.status = 80, RequestStatus.FINISHED_LENGTH_CAPPED
-    assert p.finish(at_p, tables(p)) is not None
+    assert p.on_request_finished(at_p, tables(p)) is not None
     until(lambda: d.decode.pending["r"].ticket is None, lambda: d.matched_tokens(request, 0))
     assert request.block_hashes == hashes(feature())
     assert d.matched_tokens(request, 0) == (80, True)

@@ -84,7 +84,7 @@ def test_a_worker_in_another_process_has_the_marks_in_its_memory():
     ) as worker:
         path, cookie = worker.stdout.readline().split()
         boards = LeaseBoards([BoardFile(path, bytes.fromhex(cookie))])
-        place = boards.show(b"m" * MARK_BYTES)
+        place = boards.show_mark(b"m" * MARK_BYTES)
 
         def seen():
             worker.stdin.write("?\n")
@@ -93,10 +93,10 @@ def test_a_worker_in_another_process_has_the_marks_in_its_memory():
 
         assert seen()[MARK_BYTES:].startswith(OPENED)
         assert b"m" * MARK_BYTES in seen()
-        boards.hide(place)
+        boards.hide_mark(place)
         assert seen()[FIRST:] == bytes(BOARD_BYTES - FIRST)
         worker.stdin.close()
-    boards.show(b"n" * MARK_BYTES)  # the worker has ended, and the scheduler ignores it
+    boards.show_mark(b"n" * MARK_BYTES)  # the worker has ended, and nobody minds
 
 
 @pytest.mark.parametrize("what", ["no such file", "another file", "a short file", "a device", "a pipe"])
@@ -114,19 +114,19 @@ def test_a_worker_elsewhere_has_no_board(board, tmp_path, what):
     }
     before = other.read_bytes()
     boards = LeaseBoards([files[what]])
-    assert boards.show(b"m" * MARK_BYTES) is None
-    boards.hide(None)
+    assert boards.show_mark(b"m" * MARK_BYTES) is None
+    boards.hide_mark(None)
     assert other.read_bytes() == before
     assert bytes_of(board) == board.file.cookie + bytes(BOARD_BYTES - MARK_BYTES), "never opened"
     both = LeaseBoards([files[what], board.file])
-    assert both.show(b"m" * MARK_BYTES) is not None
+    assert both.show_mark(b"m" * MARK_BYTES) is not None
     assert marks_on(board) == {b"m" * MARK_BYTES}
 
 
 def test_a_board_is_opened_again(board):
     """An engine may wake up with one worker that had not slept: its earlier marks are gone."""
     for mark in (b"m" * MARK_BYTES, b"n" * MARK_BYTES):
-        assert LeaseBoards([board.file]).show(mark) is not None
+        assert LeaseBoards([board.file]).show_mark(mark) is not None
         assert marks_on(board) == {mark}
 
 
@@ -141,13 +141,13 @@ def test_a_board_is_closed_once():
 def test_what_has_no_room_is_not_shown(board):
     boards = LeaseBoards([board.file])
     marks = [bytes([number % 251 + 1, number // 251]) * 8 for number in range(ROOM + 2)]
-    places = [boards.show(mark) for mark in marks]
+    places = [boards.show_mark(mark) for mark in marks]
     assert places[ROOM:] == [None, None]
     assert len(set(places[:ROOM])) == ROOM
     assert marks_on(board) == set(marks[:ROOM])
-    boards.hide(places[5])
-    boards.hide(places[ROOM])
-    assert boards.show(marks[ROOM]) == places[5]
+    boards.hide_mark(places[5])
+    boards.hide_mark(places[ROOM])
+    assert boards.show_mark(marks[ROOM]) == places[5]
     assert marks_on(board) == {*marks[: ROOM + 1]} - {marks[5]}
 
 
@@ -174,7 +174,7 @@ def test_the_board_shows_what_is_held_and_nothing_else(board, monkeypatch, seed)
     clock = Clock()
     monkeypatch.setattr(lease_table, "time", clock)
     table = LeaseTable(30.0)
-    table.show_on(LeaseBoards([board.file]))
+    table.show_on_boards(LeaseBoards([board.file]))
     held = {}
 
     def shown_is_held():
@@ -190,10 +190,10 @@ def test_the_board_shows_what_is_held_and_nothing_else(board, monkeypatch, seed)
             key = LeaseKey(f"r{step}", step)
             table.max_unread_blocks = chance.choice([None, 5])
             answer = chance.choice([None, 3.0])
-            table.add(key, DIGEST, [chance.randrange(100)], answer_seconds=answer)
+            table.hold(key, DIGEST, [chance.randrange(100)], turn_seconds=answer)
             held[key] = True
         elif what == "finish":
-            table.finish(some, [outcome] * len(some))
+            table.check_and_release(some, [outcome] * len(some))
         elif what == "renew":
             table.renew(some)
         elif what == "release":
@@ -204,7 +204,7 @@ def test_the_board_shows_what_is_held_and_nothing_else(board, monkeypatch, seed)
             table.drain_ended()
         elif what == "evict":
             for claim in some:
-                table.give_up(claim.key)
+                table.evict(claim.key)
         elif chance.random() < 0.1:
             table.end_all()
         shown_is_held()
@@ -215,13 +215,13 @@ def test_the_board_shows_what_is_held_and_nothing_else(board, monkeypatch, seed)
 
 def test_other_boards_show_what_is_kept_from_then_on(board):
     table = LeaseTable(30.0)
-    table.show_on(LeaseBoards([board.file]))
+    table.show_on_boards(LeaseBoards([board.file]))
     old = LeaseKey("old", 1)
-    table.add(old, DIGEST, [1])
+    table.hold(old, DIGEST, [1])
     second = LeaseBoard()
-    table.show_on(LeaseBoards([second.file]))
+    table.show_on_boards(LeaseBoards([second.file]))
     assert (marks_on(board), marks_on(second)) == (set(), set())
-    table.add(LeaseKey("new", 2), DIGEST, [2])
+    table.hold(LeaseKey("new", 2), DIGEST, [2])
     table.end_all()
     assert (marks_on(board), marks_on(second)) == (set(), set())
     second.close()
@@ -240,7 +240,7 @@ def test_a_load_that_one_rank_saw_is_told_of():
 @pytest.fixture
 def p(board):
     made = Prefill(Address("127.0.0.1", free_port()), board=board)
-    made.leases.show_on(LeaseBoards([board.file]))
+    made.leases.show_on_boards(LeaseBoards([board.file]))
     yield made
     made.close()
 
@@ -431,12 +431,12 @@ def test_a_board_speaks_for_its_own_worker_only(p, d, asked, second):
 
     Formerly D then used blocks of that worker that belonged to another request, or were free.
     """
-    second.leases.show_on(LeaseBoards([second.board.file]))
+    second.leases.show_on_boards(LeaseBoards([second.board.file]))
     d.start(r=(p.remote("r", [2]), [5]))
     assert report_of(d, "r").verified_by_board == set()
     assert asked == [1]
     remote = p.remote("s", [3])
-    second.leases.add(remote.lease_key, DIGEST, [3])
+    second.leases.hold(remote.lease_key, DIGEST, [3])
     d.start(s=(remote, [6]))
     assert report_of(d, "s").verified_by_board == {"s"}, "what both show is held"
     assert asked == [1]

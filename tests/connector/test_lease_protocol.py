@@ -41,7 +41,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> MakeExplorer:
 
         def hand_over(at: LeaseTable) -> LeaseKey:
             key = LeaseKey("request", next(numbers))
-            at.add(key, DIGEST, [3, 4])
+            at.hold(key, DIGEST, [3, 4])
             return key
 
         return Explorer(rules, clock, lambda: table(LEASE), hand_over)

@@ -48,7 +48,7 @@ def digest_of(key):
 
 def add(table, name, blocks=()):
     key = LeaseKey(name, next(GENERATION))
-    table.add(key, digest_of(key), blocks)
+    table.hold(key, digest_of(key), blocks)
     return key
 
 
@@ -292,7 +292,7 @@ def test_unread_requests_have_a_share_of_the_blocks(table):
     table.max_unread_blocks = 50
     keys = [add(table, f"{at}", range(10 * at, 10 * at + 10)) for at in range(20)]
     assert table.usage().blocks == 50
-    assert ended(table) == {LeaseEnd.DROPPED: [f"{at}" for at in range(15)]}, "the oldest go first"
+    assert ended(table) == {LeaseEnd.EVICTED: [f"{at}" for at in range(15)]}, "the oldest go first"
     assert table.renew([claim(key) for key in keys[13:17]]) == [ENDED, ENDED, HELD, HELD]
 
 
@@ -328,7 +328,7 @@ def test_blocks_of_a_shared_prefix_count_once(table):
     assert table.usage() == LeaseUsage(10, 50, 0)
     assert ended(table) == {}
     add(table, "more", [*range(40), 200])
-    assert ended(table) == {LeaseEnd.DROPPED: ["0"]}
+    assert ended(table) == {LeaseEnd.EVICTED: ["0"]}
     renew(table, keys[5])
     assert table.usage().blocks == 50
     for at in range(6):
@@ -356,12 +356,12 @@ def test_readers_that_are_gone_are_counted_off_once(table, clock, what):
     assert table.renew([claim(key, reader) for reader in range(most)]) == [HELD] * most
     clock.pass_by(LEASE)
     new = claim(key, most)
-    assert (table.renew([new]) if what == "renews" else table.finish([new], [Outcome.READ])) == [HELD]
+    assert (table.renew([new]) if what == "renews" else table.check_and_release([new], [Outcome.READ])) == [HELD]
     table.release([new], Outcome.READ)
     assert ended(table) == {LeaseEnd.READ: ["a"]}
     add(table, "b", range(10))
     add(table, "c", range(10, 20))
-    assert ended(table) == {LeaseEnd.DROPPED: ["b"]}
+    assert ended(table) == {LeaseEnd.EVICTED: ["b"]}
 
 
 def test_without_vllms_manager_there_is_no_bound(table):
@@ -385,7 +385,7 @@ def test_what_is_kept_adds_up_whatever_happens(table, clock):
         elif what < 0.7:
             renew(table, rng.choice(keys[-20:]), rng.randrange(3))
         elif what < 0.8:
-            table.finish([claim(rng.choice(keys[-20:]), rng.randrange(3))], [rng.choice(list(Outcome))])
+            table.check_and_release([claim(rng.choice(keys[-20:]), rng.randrange(3))], [rng.choice(list(Outcome))])
         elif what < 0.95:
             table.release([claim(rng.choice(keys[-20:]), rng.randrange(3))], rng.choice(list(Outcome)))
         else:
@@ -438,7 +438,7 @@ def test_several_threads_at_once():
         thread.start()
     reported = []
     for key in keys:
-        table.add(key, digest_of(key), [key.generation % 50, 50 + key.generation])
+        table.hold(key, digest_of(key), [key.generation % 50, 50 + key.generation])
         reported += [name for names in ended(table).values() for name in names]
     for thread in threads:
         thread.join()
@@ -454,7 +454,7 @@ def test_several_threads_at_once():
 
 def answer(table, name, blocks=(), seconds=480.0):
     key = LeaseKey(name, next(GENERATION))
-    table.add(key, digest_of(key), blocks, answer_seconds=seconds)
+    table.hold(key, digest_of(key), blocks, turn_seconds=seconds)
     return key
 
 
@@ -466,7 +466,7 @@ def test_an_answer_is_kept_for_a_time_of_its_own(table, clock):
     assert ended(table) == {LeaseEnd.UNCLAIMED: ["b"]}
     clock.pass_by(480 - LEASE)
     pass_overdue(table, clock)
-    assert ended(table) == {LeaseEnd.ANSWER_EXPIRED: ["a"]}
+    assert ended(table) == {LeaseEnd.KEPT_TURN_EXPIRED: ["a"]}
 
 
 def test_a_reader_of_an_answer_shortens_nothing(table, clock):
@@ -478,8 +478,8 @@ def test_a_reader_of_an_answer_shortens_nothing(table, clock):
     assert renew(table, key) is HELD
     clock.pass_by(LEASE - 1)
     assert ended(table) == {}, "and may take a lease from then on"
-    assert table.finish([claim(key)], [Outcome.READ]) == [HELD]
-    assert ended(table) == {LeaseEnd.ANSWER_READ: ["a"]}
+    assert table.check_and_release([claim(key)], [Outcome.READ]) == [HELD]
+    assert ended(table) == {LeaseEnd.KEPT_TURN_READ: ["a"]}
     assert renew(table, key) is ENDED
 
 
@@ -488,22 +488,22 @@ def test_answers_go_before_prompts(table):
     add(table, "p1", range(4))
     answer(table, "a1", range(10, 14))
     add(table, "p2", range(20, 24))
-    assert ended(table) == {LeaseEnd.ANSWER_GIVEN_UP: ["a1"]}
+    assert ended(table) == {LeaseEnd.KEPT_TURN_EVICTED: ["a1"]}
     answer(table, "a2", range(30, 34))
-    assert ended(table) == {LeaseEnd.DROPPED: ["p1"]}, "what has just finished stays"
+    assert ended(table) == {LeaseEnd.EVICTED: ["p1"]}, "what has just finished stays"
 
 
 def test_an_answer_may_be_given_up_while_it_is_read(table):
     keys = [answer(table, name, [index]) for index, name in enumerate("abc")]
     add(table, "p", [9])
     renew(table, keys[0])
-    assert [key.request_id for key, _ in table.answers()] == ["b", "c", "a"]
-    assert table.usage().answers == 3
-    for key, _ in table.answers():
-        table.give_up(key)
-        table.give_up(key)
-    assert ended(table) == {LeaseEnd.ANSWER_GIVEN_UP: ["b", "c", "a"]}
-    assert table.finish([claim(keys[0])], [Outcome.READ]) == [ENDED]
+    assert [key.request_id for key, _ in table.kept_turns()] == ["b", "c", "a"]
+    assert table.usage().kept_turns == 3
+    for key, _ in table.kept_turns():
+        table.evict(key)
+        table.evict(key)
+    assert ended(table) == {LeaseEnd.KEPT_TURN_EVICTED: ["b", "c", "a"]}
+    assert table.check_and_release([claim(keys[0])], [Outcome.READ]) == [ENDED]
     assert table.usage() == LeaseUsage(1, 1, 0.0)
 
 
@@ -517,7 +517,7 @@ def test_waiting_ends_with_a_lease(table):
     table.wait_for_end(20)  # nothing is kept
     key = add(table, "a")
     table.wait_for_end(0)
-    reader = threading.Timer(0.05, lambda: table.finish([claim(key)], [Outcome.READ]))
+    reader = threading.Timer(0.05, lambda: table.check_and_release([claim(key)], [Outcome.READ]))
     reader.start()
     table.wait_for_end(20)
     assert ended(table) == {LeaseEnd.READ: ["a"]}

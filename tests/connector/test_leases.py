@@ -60,7 +60,7 @@ def claim(key, reader=1, digest=DIGEST):
 
 def add(table, name):
     key = LeaseKey(name, next(GENERATIONS))
-    table.add(key, DIGEST, [])
+    table.hold(key, DIGEST, [])
     return key
 
 
@@ -122,9 +122,9 @@ def test_the_renewer_keeps_a_lease_and_releases_it(address, renewer):
     try:
         key = add(table, "a")
         expires = end_of(table, key)
-        renewer.track(address, claim(key), every=0.05)
+        renewer.track_claim(address, claim(key), every=0.05)
         until(lambda: end_of(table, key) > expires + 0.5)
-        renewer.release(address, claim(key), Outcome.READ)
+        renewer.release_claim(address, claim(key), Outcome.READ)
         until(lambda: len(table) == 0)
         assert ended(table)[LeaseEnd.READ] == ["a"]
     finally:
@@ -135,7 +135,7 @@ def test_the_renewer_survives_a_listener_that_comes_late(address, renewer):
     table = LeaseTable(5)
     key = add(table, "a")
     expires = end_of(table, key)
-    renewer.track(address, claim(key), every=0.05)
+    renewer.track_claim(address, claim(key), every=0.05)
     time.sleep(0.8)
     listener = listen(address, table)
     try:
@@ -147,9 +147,9 @@ def test_the_renewer_survives_a_listener_that_comes_late(address, renewer):
 @pytest.mark.parametrize("host", ["", "no such host!", "256.1.1.1", "::zz", "a b", "*", "x" * 300])
 def test_the_renewer_survives_any_address(renewer, host, address, service):
     lost = claim(key_of("lost"))
-    renewer.track(Address(host, 1), lost, every=0.05)
-    renewer.release(Address(host, 1), lost, Outcome.READ)
-    renewer.track(address, claim(key_of("a")), every=0.05)
+    renewer.track_claim(Address(host, 1), lost, every=0.05)
+    renewer.release_claim(Address(host, 1), lost, Outcome.READ)
+    renewer.track_claim(address, claim(key_of("a")), every=0.05)
     until(lambda: service.renewed)
 
 
@@ -174,17 +174,17 @@ def test_addresses_that_never_answer_keep_no_good_claim_waiting(address, they):
     listeners = [listen(known, service), listen(fresh, service)]
     try:
         good = claim(key_of("known"))
-        renewer.track(known, good, every=0.1)
-        until(lambda: renewer.held(known, good))
+        renewer.track_claim(known, good, every=0.1)
+        until(lambda: renewer.is_held(known, good))
         for bogus in silent_listeners(sockets, 200):
-            renewer.track(bogus, claim(key_of("bogus")), every=0.1)
+            renewer.track_claim(bogus, claim(key_of("bogus")), every=0.1)
         if they == "never end":
             service.renewed = []
             until(lambda: sum(good in claims for _, claims in service.renewed) >= 20)
         else:  # a new engine waits for some of them, not for all
             late = claim(key_of("fresh"))
-            renewer.track(fresh, late, every=0.1)
-            until(lambda: renewer.held(fresh, late))
+            renewer.track_claim(fresh, late, every=0.1)
+            until(lambda: renewer.is_held(fresh, late))
         assert renewer._running <= 64
     finally:
         renewer.close()
@@ -199,16 +199,16 @@ def test_addresses_of_a_strangers_choosing_are_bounded(address, service, caplog)
     renewer = make_renewer(timeout=0.3, max_peers=8)
     try:
         good = claim(key_of("good"))
-        renewer.track(address, good, every=0.1)
-        until(lambda: renewer.held(address, good))
+        renewer.track_claim(address, good, every=0.1)
+        until(lambda: renewer.is_held(address, good))
         for number in range(3000):
             bogus, one = Address(f"127.0.{number % 250}.1", 1 + number // 250), claim(LeaseKey("bogus", number))
-            renewer.track(bogus, one, every=0.1)
-            renewer.release(bogus, one, Outcome.UNREAD)
+            renewer.track_claim(bogus, one, every=0.1)
+            renewer.release_claim(bogus, one, Outcome.UNREAD)
         assert len(renewer._sessions) <= 1024
         service.renewed = []
         until(lambda: any(good in claims for _, claims in service.renewed))
-        assert renewer.held(address, good)
+        assert renewer.is_held(address, good)
     finally:
         renewer.close()
     assert len(caplog.records) <= 20
@@ -221,7 +221,7 @@ def test_more_engines_than_the_renewer_has_threads_are_all_served():
     listeners = [listen(*place) for place in places]
     try:
         for place, _ in places:
-            renewer.track(place, claim(key_of("a")), every=0.05)
+            renewer.track_claim(place, claim(key_of("a")), every=0.05)
         until(lambda: all(len(service.renewed) > 5 for _, service in places))
         assert renewer._running <= 2
     finally:
@@ -231,16 +231,16 @@ def test_more_engines_than_the_renewer_has_threads_are_all_served():
 
 
 def test_an_engine_that_becomes_slow_is_not_prompt_any_more(address, service, renewer, monkeypatch):
-    monkeypatch.setattr(lease_renewer, "_PROMPT_SECONDS", 0.1)
+    monkeypatch.setattr(lease_renewer, "_RESPONSIVE_SECONDS", 0.1)
     one = claim(key_of("a"))
-    renewer.track(address, one, every=0.05)
-    until(lambda: address in renewer._prompt)
+    renewer.track_claim(address, one, every=0.05)
+    until(lambda: address in renewer._responsive)
     go_on = threading.Event()
     renew = service.renew
     service.renew = lambda claims: (go_on.wait(0.2), renew(claims))[1]
-    until(lambda: address not in renewer._prompt)
+    until(lambda: address not in renewer._responsive)
     service.renew = renew
-    until(lambda: address in renewer._prompt)
+    until(lambda: address in renewer._responsive)
 
 
 def test_the_renewer_begins_again_whatever_is_raised(address, service, monkeypatch, caplog):
@@ -257,8 +257,8 @@ def test_the_renewer_begins_again_whatever_is_raised(address, service, monkeypat
     monkeypatch.setattr(lease_renewer._Session, "take_work", panics)
     try:
         one = claim(key_of("a"))
-        renewer.track(address, one, every=0.05)
-        until(lambda: renewer.held(address, one))
+        renewer.track_claim(address, one, every=0.05)
+        until(lambda: renewer.is_held(address, one))
         assert counted.by_label("thread_restarts") == {"kvhma-lease-renewer": 2}
         assert "thread kvhma-lease-renewer crashed" in caplog.text
     finally:
@@ -270,13 +270,13 @@ def test_many_claims_are_all_renewed_and_each_new_one_alone(address, service, re
     too."""
     claims = [claim(key_of("n" * 500 + str(number))) for number in range(MAX_CLAIMS + 10)]
     for one in claims:
-        renewer.track(address, one, every=0.5)
-    until(lambda: all(renewer.held(address, one) for one in claims))
+        renewer.track_claim(address, one, every=0.5)
+    until(lambda: all(renewer.is_held(address, one) for one in claims))
     assert max(len(asked) for _, asked in service.renewed) <= MAX_CLAIMS
     service.renewed = []
     another = claim(key_of("another"))
-    renewer.track(address, another, every=0.5)
-    until(lambda: renewer.held(address, another))
+    renewer.track_claim(address, another, every=0.5)
+    until(lambda: renewer.is_held(address, another))
     assert any(asked == [another] for _, asked in service.renewed)
 
 
@@ -292,12 +292,12 @@ def test_releases_do_not_keep_renewals_from_being_said(address, renewer):
 
         def release(self, claims, outcome):
             said.append("release")
-            renewer.release(address, claim(LeaseKey("another", len(said))), Outcome.READ)
+            renewer.release_claim(address, claim(LeaseKey("another", len(said))), Outcome.READ)
 
     listener = listen(address, Busy())
     try:
-        renewer.track(address, claim(key_of("a")), every=0.05)
-        renewer.release(address, claim(LeaseKey("another", 0)), Outcome.READ)
+        renewer.track_claim(address, claim(key_of("a")), every=0.05)
+        renewer.release_claim(address, claim(LeaseKey("another", 0)), Outcome.READ)
         until(lambda: said.count("release") > 50 and said.count("renew") > 5)
     finally:
         listener.close()
@@ -316,12 +316,12 @@ def test_a_name_that_is_looked_up_for_long_keeps_no_other_engine_waiting(address
     monkeypatch.setattr(names, "getaddrinfo", slowly)
     try:
         slow, later, first = Address("slow", address.port), claim(key_of("later")), claim(key_of("first"))
-        renewer.track(slow, later, every=0.05)
-        renewer.track(address, first, every=0.05)
+        renewer.track_claim(slow, later, every=0.05)
+        renewer.track_claim(address, first, every=0.05)
         until(lambda: len(service.renewed) > 5)
-        assert renewer.held(slow, later) is None
+        assert renewer.is_held(slow, later) is None
         go_on.set()
-        until(lambda: renewer.held(slow, later))
+        until(lambda: renewer.is_held(slow, later))
     finally:
         go_on.set()
 
@@ -330,15 +330,15 @@ def test_the_renewer_knows_what_p_holds(address, renewer):
     table = LeaseTable(5)
     key = add(table, "a")
     here, gone, forged = claim(key, 1), claim(key_of("b"), 1), claim(key, 2, b"x" * 16)
-    assert renewer.held(address, here) is None
+    assert renewer.is_held(address, here) is None
     listener = listen(address, table)
     try:
         for one in (here, gone, forged):
-            renewer.track(address, one, every=1)
-        until(lambda: None not in {renewer.held(address, one) for one in (here, gone, forged)})
-        assert [renewer.held(address, one) for one in (here, gone, forged)] == [True, False, False]
-        renewer.release(address, here, Outcome.READ)
-        assert renewer.held(address, here) is None
+            renewer.track_claim(address, one, every=1)
+        until(lambda: None not in {renewer.is_held(address, one) for one in (here, gone, forged)})
+        assert [renewer.is_held(address, one) for one in (here, gone, forged)] == [True, False, False]
+        renewer.release_claim(address, here, Outcome.READ)
+        assert renewer.is_held(address, here) is None
     finally:
         listener.close()
 
@@ -348,7 +348,7 @@ def test_every_outcome_reaches_p(address, service, renewer):
         (claim(key_of(str(number))), outcome) for number, outcome in enumerate([*Outcome, *Outcome, Outcome.UNREAD])
     ]
     for one, outcome in said:
-        renewer.release(address, one, outcome)
+        renewer.release_claim(address, one, outcome)
     until(lambda: len(service.released) == len(said))
     assert service.released == said
 
@@ -368,10 +368,10 @@ def test_answers_to_other_claims_say_nothing_of_what_is_held(address, renewer):
     listener = listen(address, Confused())
     try:
         one = claim(key_of("a"))
-        renewer.track(address, one, every=0.05)
+        renewer.track_claim(address, one, every=0.05)
         until(lambda: asked.count(1) > 3)
-        assert renewer.held(address, one) is None
-        renewer.release(address, one, Outcome.READ)
+        assert renewer.is_held(address, one) is None
+        renewer.release_claim(address, one, Outcome.READ)
         until(lambda: Outcome.READ in asked)
     finally:
         listener.close()
@@ -382,10 +382,10 @@ def test_a_conversation_without_anything_to_say_ends_and_so_do_threads(address, 
     renewer = make_renewer()
     try:
         for name in ("no-such-host.invalid", address.host):
-            renewer.release(Address(name, address.port), claim(key_of("a")), Outcome.READ)
+            renewer.release_claim(Address(name, address.port), claim(key_of("a")), Outcome.READ)
         until(lambda: service.released)
         until(lambda: not renewer._sessions and not renewer._running)
-        renewer.release(address, claim(key_of("b")), Outcome.READ)
+        renewer.release_claim(address, claim(key_of("b")), Outcome.READ)
         until(lambda: len(service.released) == 2)
     finally:
         renewer.close()
@@ -394,7 +394,7 @@ def test_a_conversation_without_anything_to_say_ends_and_so_do_threads(address, 
 def test_a_release_that_p_has_not_heard_is_said_once_more(address, renewer):
     """Otherwise P would hold blocks that were read long ago for a whole lease."""
     one = claim(key_of("a"))
-    renewer.release(address, one, Outcome.READ)
+    renewer.release_claim(address, one, Outcome.READ)
     until(lambda: any(session.failed for session in renewer._sessions.values()))
     service = LeaseService()
     listener = listen(address, service)
@@ -408,7 +408,7 @@ def test_a_release_is_said_twice_at_most(address, renewer, monkeypatch):
     tried = []
     ask = LeaseRenewer._ask
     monkeypatch.setattr(LeaseRenewer, "_ask", lambda self, *what: (tried.append(what), ask(self, *what))[1])
-    renewer.release(address, claim(key_of("a")), Outcome.READ)
+    renewer.release_claim(address, claim(key_of("a")), Outcome.READ)
     until(lambda: len(tried) == 2)
     (session,) = renewer._sessions.values()
     until(lambda: not session.busy)
@@ -419,12 +419,12 @@ def test_a_listener_that_ended_a_connection_hears_the_next_question_all_the_same
     """P's listener closes connections that are idle for long; formerly the first message over a closed one was lost."""
     first, second = LeaseService(), LeaseService()
     listener = listen(address, first)
-    renewer.release(address, claim(key_of("a")), Outcome.READ)
+    renewer.release_claim(address, claim(key_of("a")), Outcome.READ)
     until(lambda: first.released)
     listener.close()
     listener = listen(address, second)
     try:
-        renewer.release(address, claim(key_of("b")), Outcome.READ)
+        renewer.release_claim(address, claim(key_of("b")), Outcome.READ)
         until(lambda: second.released)
     finally:
         listener.close()
@@ -440,7 +440,7 @@ def test_an_engine_whose_secret_was_taken_back_is_not_told_of_leases_any_more(ad
     renewer = make_renewer(secrets=Secrets.load(Settings(secret_file=str(file))))
     try:
         one = claim(key_of("a"))
-        renewer.track(address, one, every=0.05)
+        renewer.track_claim(address, one, every=0.05)
         until(lambda: len(service.renewed) > 2)
         # P does not notice, since it still accepts the secret that this connection has shown.
         file.write_bytes(b"n" * 32)
@@ -458,7 +458,7 @@ def test_the_end_of_the_engine_waits_for_no_other_one():
     renewer = make_renewer(timeout=10 * HANG_SECONDS, max_peers=8)
     try:
         for bogus in silent_listeners(sockets, 8):
-            renewer.track(bogus, claim(key_of("a")), every=1)
+            renewer.track_claim(bogus, claim(key_of("a")), every=1)
         until(lambda: renewer._running > 2)
         renewer.close()
     finally:

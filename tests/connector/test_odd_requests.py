@@ -38,7 +38,7 @@ def test_a_prompt_of_tokens_and_embeddings_stays_in_step():
             prompt_embeds=torch.zeros(10, 8),
             prompt_is_token_ids=[True] * 5 + [False] * 5,
         )
-        p.add(asked)
+        p.on_request_added(asked)
         told = NewRequestData.from_request(asked, ([1],))
         assert length_from_prompt_token_ids_or_embeds(told.prompt_token_ids, told.prompt_embeds) == 9
         assert len(told.prompt_is_token_ids) == asked.num_prompt_tokens == 9
@@ -58,7 +58,7 @@ def staging_scheduler(slots=1000, **more):
 
 def scheduled(p, name, count, held):
     p.context.manager.get_block_ids = lambda _: held
-    return p.step(SimpleNamespace(num_scheduled_tokens={name: count}, total_num_scheduled_tokens=count)).copy_to_host
+    return p.on_step(SimpleNamespace(num_scheduled_tokens={name: count}, total_num_scheduled_tokens=count)).copy_to_host
 
 
 def test_blocks_of_a_request_that_was_preempted_are_copied_again():
@@ -66,7 +66,7 @@ def test_blocks_of_a_request_that_was_preempted_are_copied_again():
     p = staging_scheduler()
     try:
         asked = staged_request()
-        p.add(asked)
+        p.on_request_added(asked)
         asked.num_computed_tokens = 0
         before, after = tables(p, 1), tables(p, 61)
         assert len(scheduled(p, "r", 40, before)) == 1
@@ -75,7 +75,7 @@ def test_blocks_of_a_request_that_was_preempted_are_copied_again():
         assert [len(span.ids) for span in copied] == [len(span.ids) for span in slots]
         assert copied[0].ids[0] == after[0][0]
         asked.num_computed_tokens = 40
-        params = p.finish(asked, after)
+        params = p.on_request_finished(asked, after)
         named = [text for _, text in params["kvhma"]["spans"]]
         assert [ids_to_text(span.ids) for span in slots] == named
     finally:
@@ -86,11 +86,11 @@ def handed_over(p, name):
     """Compute a prompt and finish its request; return the parameters for a decode engine, and the slots."""
     asked = staged_request()
     asked.request_id = name
-    p.add(asked)
+    p.on_request_added(asked)
     asked.num_computed_tokens = 0
     copied = scheduled(p, name, 40, tables(p))
     asked.num_computed_tokens = 40
-    params = p.finish(asked, tables(p))
+    params = p.on_request_finished(asked, tables(p))
     return params, {slot for _, slots in copied for span in slots for slot in span.ids}
 
 
@@ -103,7 +103,7 @@ def test_slots_are_of_one_request_until_others_have_read_it_or_its_lease_ended()
         assert not first & second
         assert 0 not in first | second
         empty = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
-        until(lambda: not p.prefill._slots_held, lambda: p.step(empty))
+        until(lambda: not p.prefill._slots_held, lambda: p.on_step(empty))
         assert handed_over(p, "c")[1] == first
     finally:
         p.close()
@@ -135,11 +135,11 @@ def test_a_request_that_nobody_reads_gives_its_slots_back():
     p = staging_scheduler()
     try:
         asked = staged_request()
-        p.add(asked)
+        p.on_request_added(asked)
         asked.num_computed_tokens = 0
         scheduled(p, "r", 40, tables(p))
         asked.status = SimpleNamespace(name="FINISHED_ABORTED")
-        assert p.finish(asked, tables(p)) is None
+        assert p.on_request_finished(asked, tables(p)) is None
         assert len(p.prefill._slots._free) == 1000
     finally:
         p.close()
@@ -149,12 +149,12 @@ def test_a_prompt_is_copied_once():
     p = staging_scheduler()
     try:
         asked = staged_request()
-        p.add(asked)
+        p.on_request_added(asked)
         for computed, count, copies in ((0, 30, 0), (30, 10, 1), (40, 1, 0), (41, 1, 0)):
             asked.num_computed_tokens = computed
             assert len(scheduled(p, "r", count, tables(p))) == copies
         asked.num_computed_tokens = 42
-        assert p.finish(asked, tables(p)) is not None
+        assert p.on_request_finished(asked, tables(p)) is not None
         assert (p.prefill._to_stage, p.prefill._staged) == ({}, {})
     finally:
         p.close()
@@ -165,12 +165,12 @@ def test_a_state_that_went_on_behind_its_copy_is_not_handed_on():
     try:
         p.context.engine = dataclasses.replace(p.context.engine, has_state=True)
         asked = staged_request(tokens=1)
-        p.add(asked)
+        p.on_request_added(asked)
         asked.num_computed_tokens = 0
         assert len(scheduled(p, "r", 1, tables(p))) == 1
         asked._all_token_ids.extend(range(4))
         asked.num_computed_tokens = 4
-        assert p.finish(asked, tables(p)) is None
+        assert p.on_request_finished(asked, tables(p)) is None
     finally:
         p.close()
 
@@ -265,7 +265,7 @@ def test_what_vllm_sees_of_a_request_that_stops_early():
     p = scheduler(backoff=3)
     try:
         asked = prefill_request("r", list(range(10)))
-        p.add(asked)
+        p.on_request_added(asked)
         assert list(asked.all_token_ids) == asked.prompt_token_ids == list(range(7))
         assert (asked.num_tokens, asked.num_prompt_tokens, asked.max_tokens) == (7, 7, 1)
         told = NewRequestData.from_request(asked, ([1],))
@@ -281,8 +281,8 @@ def test_a_prompt_that_is_computed_to_its_end(why):
     try:
         sampling = SamplingParams(prompt_logprobs=None if why == "it continues" else 1)
         sampling.extra_args = {"kv_transfer_params": REMOTE}
-        asked = Request("r", list(range(10)), sampling, None, resumable=why == "it continues")
-        p.add(asked)
+        asked = Request("r", list(range(10)), sampling, None, resumable=why == "it goes on")
+        p.on_request_added(asked)
         assert asked.num_prompt_tokens == 10
     finally:
         p.close()
@@ -295,7 +295,7 @@ def test_samples_that_share_a_prompt_are_cut_once():
         tokens = list(range(10))
         for index in range(2):
             asked = prefill_request(f"{index}_parent", tokens)
-            p.add(asked)
+            p.on_request_added(asked)
             assert (asked.num_prompt_tokens, len(asked.prompt_token_ids)) == (9, 9)
         assert len(tokens) == 10
     finally:
@@ -308,7 +308,7 @@ def test_a_client_cannot_say_that_a_request_was_stopped_early():
     try:
         asked = prefill_request("r", list(range(10)))
         asked.kv_transfer_params = REMOTE | {"_kvhma_stopped_early": True}
-        p.add(asked)
+        p.on_request_added(asked)
         assert asked.num_prompt_tokens == 9
     finally:
         p.close()

@@ -142,7 +142,7 @@ class Prefill(Engine):
 
     def load(self, name, blocks=OURS, theirs=THEIRS, tokens=TOKENS):
         key = LeaseKey(name, random_id())
-        self.leases.add(key, DIGEST, theirs)
+        self.leases.hold(key, DIGEST, theirs)
         remote = PrefillParams(
             address=self.address,
             engine_id="p",

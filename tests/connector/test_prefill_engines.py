@@ -818,7 +818,7 @@ def test_leases_are_renewed_whether_or_not_the_engine_was_let_go(world):
     renewer = LeaseRenewer(timeout=1, max_peers=4, secrets=NO_SECRET, counters=world.counted)
     claim = LeaseClaim(LeaseKey("request", 1), 2, bytes(16))
     try:
-        renewer.track(remote.address, claim, every=0.1)
-        until(lambda: renewer.held(remote.address, claim) is not None)
+        renewer.track_claim(remote.address, claim, every=0.1)
+        until(lambda: renewer.is_held(remote.address, claim) is not None)
     finally:
         renewer.close()

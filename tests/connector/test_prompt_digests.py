@@ -56,8 +56,8 @@ def go_on(monkeypatch):
 @pytest.fixture
 def params(p):
     asked = request("at p", params={"do_remote_decode": True})
-    p.add(asked)
-    params = p.finish(asked, tables(p))
+    p.on_request_added(asked)
+    params = p.on_request_finished(asked, tables(p))
     assert params is not None
     return json.loads(json.dumps(params))
 
@@ -65,48 +65,48 @@ def params(p):
 @pytest.fixture(autouse=True)
 def told(d, monkeypatch):
     found = []
-    release = d.decode.renewer.release
+    release = d.decode.renewer.release_claim
 
     def noted(address, claim, outcome):
         found.append(outcome)
         release(address, claim, outcome)
 
-    monkeypatch.setattr(d.decode.renewer, "release", noted)
+    monkeypatch.setattr(d.decode.renewer, "release_claim", noted)
     return found
 
 
 def test_a_request_waits_for_its_digest_and_no_step_does(params, d, go_on):
     asked = request(params=params)
-    d.add(asked)
+    d.on_request_added(asked)
     for _ in range(3):
         assert d.matched_tokens(asked, 0) == (None, False)
-        d.step(BUSY)
+        d.on_step(BUSY)
     go_on.set()
     until(lambda: d.matched_tokens(asked, 0) == (40, True))
-    d.allocated(asked, blocks(d), 40)
-    (order,) = d.step(BUSY).loads
+    d.on_blocks_allocated(asked, blocks(d), 40)
+    (order,) = d.on_step(BUSY).loads
     assert order.outcome is Outcome.READ
 
 
 def test_a_step_without_work_waits_a_little(params, d, go_on):
     """Otherwise an engine that only schedules would hold Python's lock, which the thread needs."""
     asked = request(params=params)
-    d.add(asked)
+    d.on_request_added(asked)
     threading.Timer(1e-3, go_on.set).start()
-    until(lambda: not d.step(STEP) or not list(d.decode._loads.comparing()))
+    until(lambda: not d.on_step(STEP) or not list(d.decode._loads.comparing()))
     assert d.matched_tokens(asked, 0) == (40, True)
-    d.allocated(asked, blocks(d), 40)
-    assert len(d.step(STEP).loads) == 1
+    d.on_blocks_allocated(asked, blocks(d), 40)
+    assert len(d.on_step(STEP).loads) == 1
     assert d.decode.renewer._sessions == {}, "a load that does not last is not claimed"
 
 
 def test_a_request_that_nobody_asks_for_is_claimed_once_it_is_compared(params, p, d, go_on):
-    """It may wait for blocks for longer than P holds blocks that were never claimed."""
-    d.add(request(params=params))
-    d.step(BUSY)
+    """It may wait for blocks for longer than P keeps what was never claimed."""
+    d.on_request_added(request(params=params))
+    d.on_step(BUSY)
     assert d.decode.renewer._sessions == {}
     go_on.set()
-    until(lambda: not d.step(BUSY) or d.decode.renewer._sessions)
+    until(lambda: not d.on_step(BUSY) or d.decode.renewer._sessions)
     until(lambda: any(held.readers for held in p.context.leases._held.values()))
 
 
@@ -114,17 +114,17 @@ def test_a_request_that_nobody_asks_for_is_claimed_once_it_is_compared(params, p
 def test_of_another_prompt_p_never_hears(params, p, d, go_on, told, end):
     asked = request(params=params)
     asked._all_token_ids[3] = 99
-    d.add(asked)
+    d.on_request_added(asked)
     go_on.set()
     if end == "asked":
         until(lambda: d.matched_tokens(asked, 0) == (0, False))
     elif end == "stepped":
-        until(lambda: not d.step(BUSY) or not d.decode.pending)
+        until(lambda: not d.on_step(BUSY) or not d.decode.pending)
     elif end == "allocated":
-        d.allocated(asked, blocks(d), 0)
+        d.on_blocks_allocated(asked, blocks(d), 0)
     else:
         asked.status.name = "FINISHED_ABORTED"
-    assert d.finish(asked, tables(d)) is None
+    assert d.on_request_finished(asked, tables(d)) is None
     assert d.decode.pending == {}
     assert (told, d.decode.renewer._sessions) == ([], {})
     assert d.take_stats().data["local_prefills"]["other_prompt"] == 1
@@ -133,9 +133,9 @@ def test_of_another_prompt_p_never_hears(params, p, d, go_on, told, end):
 
 def test_one_that_ends_before_it_is_compared_lets_p_go(params, p, d, go_on, told):
     asked = request(params=params, status="FINISHED_ABORTED")
-    d.add(asked)
+    d.on_request_added(asked)
     go_on.set()
-    assert d.finish(asked, tables(d)) is None
+    assert d.on_request_finished(asked, tables(d)) is None
     assert told == [Outcome.READ]
     until(lambda: len(p.context.leases) == 0)
 
@@ -144,23 +144,23 @@ def test_another_one_may_still_turn_out_to_read_the_same(params, p, d, go_on, to
     """The first would have released the blocks before the second was compared."""
     monkeypatch.setattr(prompt_digests, "_LONG_TOKENS", 1 << 20)
     first, second = request("a", params=params), request("b", params=params)
-    d.add(first)
+    d.on_request_added(first)
     monkeypatch.setattr(prompt_digests, "_LONG_TOKENS", 1)
-    d.add(second)
+    d.on_request_added(second)
     assert d.matched_tokens(first, 0) == (40, True)
-    d.allocated(first, blocks(d), 40)
-    (order,) = d.step(BUSY).loads
+    d.on_blocks_allocated(first, blocks(d), 40)
+    (order,) = d.on_step(BUSY).loads
     assert order.outcome is Outcome.READ_SHARED
 
 
 def test_what_cannot_be_summed_is_refused(params, d, go_on):
     asked = request(params=params)
     asked._all_token_ids[3] = 1 << 40
-    d.add(asked)
+    d.on_request_added(asked)
     go_on.set()
     until(lambda: d.matched_tokens(asked, 0) == (1, True))
-    d.allocated(asked, blocks(d), 40)
-    metadata = d.step(BUSY)
+    d.on_blocks_allocated(asked, blocks(d), 40)
+    metadata = d.on_step(BUSY)
     assert metadata.loads == []
     assert "does not fit 32 bits" in metadata.refusals["r"].text
 
@@ -168,7 +168,7 @@ def test_what_cannot_be_summed_is_refused(params, d, go_on):
 @pytest.mark.parametrize("end", ["in time", "late", "other", "aborted"])
 def test_p_begins_when_a_request_comes(p, go_on, end):
     asked = request("at p", 64, params={"do_remote_decode": True})
-    p.add(asked)
+    p.on_request_added(asked)
     assert not p.context.prompts.is_ready("at p")
     if end == "in time":
         go_on.set()
@@ -179,7 +179,7 @@ def test_p_begins_when_a_request_comes(p, go_on, end):
         asked.num_computed_tokens = 50  # the hand-off differs from what was expected
     else:
         asked.status.name = "FINISHED_ABORTED"
-    params = p.finish(asked, tables(p))
+    params = p.on_request_finished(asked, tables(p))
     if end == "aborted":
         assert params is None
     else:
@@ -192,12 +192,12 @@ def test_what_was_not_begun_does_not_wait_for_others(go_on):
     """Formerly an abort blocked the scheduler until all earlier prompts were summed."""
     prompts = PromptDigests(adapter_paths=True)
     first, second = request("a", 64), request("b", 64)
-    assert prompts.begin(first, 64)
-    assert prompts.begin(second, 64)
-    assert prompts.take(second, 64) == prompt_digest(second, 64)
+    assert prompts.begin_digest(first, 64)
+    assert prompts.begin_digest(second, 64)
+    assert prompts.take_digest(second, 64) == prompt_digest(second, 64)
     assert not prompts.is_ready("a")
     go_on.set()
-    assert prompts.take(first, 64) == prompt_digest(first, 64)
+    assert prompts.take_digest(first, 64) == prompt_digest(first, 64)
     prompts.close()
 
 
@@ -205,13 +205,13 @@ def test_an_idle_step_waits_for_one_digest_only(params, d, go_on, monkeypatch):
     waits = []
     monkeypatch.setattr(prompt_digests, "wait", lambda futures, seconds: waits.append(seconds) or Done(set(), futures))
     for index in range(20):
-        d.add(request(f"r{index}", params=params))
+        d.on_request_added(request(f"r{index}", params=params))
     for _ in range(6):
-        d.step(STEP)
+        d.on_step(STEP)
     assert 1 <= len(waits) <= 6
     waits.clear()
     for _ in range(6):
-        d.step(BUSY)
+        d.on_step(BUSY)
     assert waits == []
 
 
@@ -219,11 +219,11 @@ def test_an_idle_step_waits_for_one_digest_only(params, d, go_on, monkeypatch):
 def test_without_a_thread_a_digest_is_made_at_once(params, d, go_on, monkeypatch, why):
     prompts = d.context.prompts
     if why == "the engine stops":
-        prompts.begin(request("before", 64), 64)
-        prompts.begin(request("cancelled", 64), 64)
+        prompts.begin_digest(request("before", 64), 64)
+        prompts.begin_digest(request("cancelled", 64), 64)
         prompts.close()
         assert prompts.is_ready("cancelled")
-        assert prompts.take(request("cancelled", 64), 64) == prompt_digest(request(tokens=64), 64)
+        assert prompts.take_digest(request("cancelled", 64), 64) == prompt_digest(request(tokens=64), 64)
     else:
 
         def fail(*_):
@@ -231,20 +231,20 @@ def test_without_a_thread_a_digest_is_made_at_once(params, d, go_on, monkeypatch
 
         monkeypatch.setattr(prompts._thread, "submit", fail)
     asked = request(params=params)
-    d.add(asked)
+    d.on_request_added(asked)
     assert d.matched_tokens(asked, 0) == (40, True)
 
 
 def test_a_state_is_never_read_into_the_null_block(params, d):
     asked = request(params=params)
-    d.add(asked)
+    d.on_request_added(asked)
     assert d.matched_tokens(asked, 0) == (40, True)
     given = blocks(d)
     (state,) = (at for at, group in enumerate(d.context.geometry.groups) if group.kind == "ssm")
     for block in given.blocks[state]:
         block.block_id, block.is_null = 0, True
-    d.allocated(asked, given, 40)
-    metadata = d.step(BUSY)
+    d.on_blocks_allocated(asked, given, 40)
+    metadata = d.on_step(BUSY)
     assert metadata.loads == []
     assert metadata.refusals["r"].text == "the block of its state is the null block"
 
@@ -252,9 +252,9 @@ def test_a_state_is_never_read_into_the_null_block(params, d):
 def test_a_short_prompt_has_no_thread():
     prompts = PromptDigests(adapter_paths=True)
     asked = request(tokens=1000)
-    assert not prompts.begin(asked, 1000)
+    assert not prompts.begin_digest(asked, 1000)
     assert prompts.is_ready("r")
-    assert prompts.take(asked, 1000) == prompt_digest(asked, 1000)
+    assert prompts.take_digest(asked, 1000) == prompt_digest(asked, 1000)
     prompts.close()
     with pytest.raises(RequestError):
-        prompts.take(asked, 1001)
+        prompts.take_digest(asked, 1001)

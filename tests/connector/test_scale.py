@@ -94,10 +94,10 @@ def test_more_claims_than_fit_a_message_are_two(number, messages, monkeypatch):
         renewer = LeaseRenewer(timeout=5, max_peers=2, secrets=OPEN, counters=Counted())
         try:
             for index in range(number):
-                renewer.track(listener.at, claim(index), every=60)
+                renewer.track_claim(listener.at, claim(index), every=60)
             renewer._talk(renewer._sessions[listener.at])
             assert (sum(asked), len(asked)) == (number, messages)
-            assert all(renewer.held(listener.at, claim(index)) for index in range(number))
+            assert all(renewer.is_held(listener.at, claim(index)) for index in range(number))
         finally:
             renewer.close()
 
@@ -121,11 +121,11 @@ def test_leases_at_more_engines_than_the_renewer_talks_to_are_given_up_with_a_li
     try:
         with caplog.at_level(logging.WARNING, "vllm.kvhma"):
             for number, address in enumerate(addresses[:8]):
-                renewer.track(address, claim(number), every=1)
+                renewer.track_claim(address, claim(number), every=1)
             assert (caplog.text, len(renewer._sessions)) == ("", 8)
-            renewer.release(addresses[3], claim(3), Outcome.READ)
-            renewer.track(addresses[8], claim(8), every=1)
-            renewer.track(addresses[9], claim(9), every=1)
+            renewer.release_claim(addresses[3], claim(3), Outcome.READ)
+            renewer.track_claim(addresses[8], claim(8), every=1)
+            renewer.track_claim(addresses[9], claim(9), every=1)
         assert len(renewer._sessions) == 8
         assert "1 leases at 127.0.0.1:4 are neither renewed nor released any more" in caplog.text, "nothing to renew"
         assert "there are leases at 7 other engines" in caplog.text

@@ -41,28 +41,28 @@ def d():
 
 def finished_at(p, **more):
     asked = request("at p", params={"do_remote_decode": True}, **more)
-    p.add(asked)
-    params = p.finish(asked, tables(p))
+    p.on_request_added(asked)
+    params = p.on_request_finished(asked, tables(p))
     assert params is not None
     return json.loads(json.dumps(params))
 
 
 def test_a_request_is_held_until_its_reader_lets_go(p, d):
     asked = request(params=finished_at(p))
-    d.add(asked)
+    d.on_request_added(asked)
     assert d.matched_tokens(asked, 0) == (40, True)
-    assert d.matched_tokens(asked, 16) == (24, True)  # the second call changes nothing
-    d.allocated(asked, blocks(d), 40)
-    (load,) = d.step(STEP).loads
+    assert d.matched_tokens(asked, 16) == (24, True)  # asked again: nothing has changed
+    d.on_blocks_allocated(asked, blocks(d), 40)
+    (load,) = d.on_step(STEP).loads
     assert (load.num_tokens, load.cached) == (40, 0)
-    assert d.step(STEP).loads == []
+    assert d.on_step(STEP).loads == []
     assert frees(p, [])
-    d.results(output(["r"]))
+    d.on_worker_results(output(["r"]))
     until(lambda: len(p.context.leases) == 0)
     assert frees(p, tables(p))
     assert kept(p) == set()
     assert d.matched_tokens(asked, 0) == (0, False)
-    assert d.finish(asked, tables(d)) is None
+    assert d.on_request_finished(asked, tables(d)) is None
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_an_engine_that_only_keeps_blocks_waits_for_their_readers(monkeypatch, h
     monkeypatch.setattr(one.context.leases, "wait_for_end", asked.append)
     for _ in range(held):
         finished_at(one)
-    for _ in range(6):  # results of earlier steps may follow two of them
-        one.step(step)
+    for _ in range(6):  # two of them may be followed by results of steps before
+        one.on_step(step)
     assert len(asked) == waits
     assert all(0 < seconds < 1e-3 for seconds in asked), "a new request may come meanwhile"
     one.close()
@@ -86,26 +86,26 @@ def test_a_rank_that_is_alone_tells_p_itself(p, monkeypatch):
     """One question of its worker is all that an ordinary hand-off costs P: no claim before it, no release after it."""
     d = scheduler(ranks=1)
     said = []
-    for name in ("track", "release"):
+    for name in ("track_claim", "release_claim"):
         monkeypatch.setattr(d.decode.renewer, name, lambda *_, name=name, **__: said.append(name))
     try:
         asked = request(params=finished_at(p))
-        d.add(asked)
+        d.on_request_added(asked)
         assert load(d, asked).outcome is Outcome.READ
-        d.step(STEP)
-        d.results(output(["r"]))
+        d.on_step(STEP)
+        d.on_worker_results(output(["r"]))
         sibling = request("1_r", params=asked.kv_transfer_params)
-        d.add(sibling)
-        monkeypatch.setattr(d.decode.renewer, "held", lambda *_: True)
+        d.on_request_added(sibling)
+        monkeypatch.setattr(d.decode.renewer, "is_held", lambda *_: True)
         assert load(d, sibling).outcome is Outcome.READ_SHARED
-        assert said == ["track"], "one of several samples is claimed at once"
-        d.results(output(["1_r"]))
-        assert said == ["track", "release"]
+        assert said == ["track_claim"], "one of several samples is claimed at once"
+        d.on_worker_results(output(["1_r"]))
+        assert said == ["track_claim", "release_claim"]
         failed = request("s", params=finished_at(p))
-        d.add(failed)
+        d.on_request_added(failed)
         load(d, failed)
-        d.results(output(["s"], ["s"], {"s": Failure("unsupported", "no", transient=False)}))
-        assert said == ["track", "release", "release"], "what failed was not released by the worker"
+        d.on_worker_results(output(["s"], ["s"], {"s": Failure("unsupported", "no", passing=False)}))
+        assert said == ["track_claim", "release_claim", "release_claim"], "what failed was not released by the worker"
     finally:
         d.close()
 
@@ -114,14 +114,14 @@ def test_p_is_told_of_what_its_board_has_shown(p, monkeypatch):
     """A worker that has not asked P has not notified P either."""
     d = scheduler(ranks=1)
     told = []
-    monkeypatch.setattr(d.decode.renewer, "release", lambda _, claim, outcome: told.append((claim, outcome)))
+    monkeypatch.setattr(d.decode.renewer, "release_claim", lambda _, claim, outcome: told.append((claim, outcome)))
     try:
         asked = request(params=finished_at(p))
-        d.add(asked)
+        d.on_request_added(asked)
         order = load(d, asked)
         ended = output(["r"])
-        ended.kv_connector_worker_meta = WorkerReport(verified_by_board={"r", "unknown"})
-        d.results(ended)
+        ended.kv_connector_worker_meta = WorkerReport(shown={"r", "unknown"})
+        d.on_worker_results(ended)
         assert told == [(order.remote.claim(order.reader), Outcome.READ)]
     finally:
         d.close()
@@ -133,13 +133,13 @@ def test_workers_know_the_trace_of_a_request(p, d):
     plain, traced = (request(name, params=finished_at(p)) for name in ("plain", "traced"))
     traced.trace_headers = {"traceparent": parent, "tracestate": "x" * 10_000}
     for asked in (plain, traced):
-        d.add(asked)
+        d.on_request_added(asked)
     assert load(d, plain).trace is None
     time.sleep(0.05)
     order = load(d, traced)
     assert order.trace.parent == parent
     assert 0.05 <= order.trace.waited < 5
-    d.results(output(["traced"], ["traced"], {"traced": Failure("transfer", "no", transient=True)}))
+    d.on_worker_results(output(["traced"], ["traced"], {"traced": Failure("transfer", "no", passing=True)}))
     assert load(d, traced).trace == (parent, 0.0)
 
 
@@ -148,12 +148,12 @@ def test_a_renewal_that_comes_after_the_last_question_keeps_nothing(p):
     d = scheduler(ranks=1)
     try:
         asked = request("0_r", params=finished_at(p))
-        d.add(asked)
+        d.on_request_added(asked)
         order = load(d, asked)
         claim, leases = order.remote.claim(order.reader), p.context.leases
-        assert leases.finish([claim], [order.outcome]) == [LeaseState.HELD]
+        assert leases.check_and_release([claim], [order.outcome]) == [LeaseState.HELD]
         assert leases.renew([claim]) == [LeaseState.HELD], "kept for other samples"
-        d.results(output(["0_r"]))
+        d.on_worker_results(output(["0_r"]))
         until(lambda: frees(p, tables(p)))
     finally:
         d.close()
@@ -162,60 +162,60 @@ def test_a_renewal_that_comes_after_the_last_question_keeps_nothing(p):
 def test_what_waits_or_lasts_is_claimed(p, d, monkeypatch):
     """P frees unclaimed blocks when their lease ends, or when newer requests need the room."""
     claimed = []
-    monkeypatch.setattr(d.decode.renewer, "track", lambda _, claim, **__: claimed.append(claim.key.request_id))
+    monkeypatch.setattr(d.decode.renewer, "track_claim", lambda _, claim, **__: claimed.append(claim.key.request_id))
     waiting, lasting = (request(name, params=finished_at(p)) for name in ("waits", "lasts"))
-    d.add(waiting)
+    d.on_request_added(waiting)
     assert claimed == []
-    d.step(STEP)
+    d.on_step(STEP)
     assert len(claimed) == 1, "it was not scheduled when it came"
-    d.add(lasting)
+    d.on_request_added(lasting)
     load(d, lasting)
     assert len(claimed) == 1
-    until(lambda: d.step(STEP) and len(claimed) == 2)
-    d.step(STEP)
+    until(lambda: d.on_step(STEP) and len(claimed) == 2)
+    d.on_step(STEP)
     assert len(claimed) == 2
 
 
 @pytest.mark.parametrize("after", ["nothing to load", "cancelled before", "cancelled while it loads"])
 def test_p_is_told_whatever_happens(p, d, after):
     asked = request(params=finished_at(p), status="FINISHED_ABORTED")
-    d.add(asked)
+    d.on_request_added(asked)
     if after == "nothing to load":
-        d.allocated(asked, blocks(d), 0)
-    elif after == "cancelled before":
-        d.finish(asked, tables(d))
+        d.on_blocks_allocated(asked, blocks(d), 0)
+    elif after == "given up before":
+        d.on_request_finished(asked, tables(d))
     else:
-        d.allocated(asked, blocks(d), 40)
-        d.finish(asked, tables(d))
+        d.on_blocks_allocated(asked, blocks(d), 40)
+        d.on_request_finished(asked, tables(d))
         assert len(p.context.leases) == 1
-        d.results(output(["r"]))
+        d.on_worker_results(output(["r"]))
     until(lambda: len(p.context.leases) == 0)
     assert d.decode.pending == {}
 
 
 def test_a_passing_failure_is_tried_again_and_a_lasting_one_is_not(p, d):
     asked = request(params=finished_at(p))
-    d.add(asked)
-    for transient, again in ((True, True), (True, False)):
-        d.allocated(asked, blocks(d), 40)
-        failure = Failure("peer_lost", "gone", transient)
-        d.results(output(["r"], ["r"], {"r": failure}))
+    d.on_request_added(asked)
+    for passing, again in ((True, True), (True, False)):
+        d.on_blocks_allocated(asked, blocks(d), 40)
+        failure = Failure("peer_lost", "gone", passing)
+        d.on_worker_results(output(["r"], ["r"], {"r": failure}))
         assert d.matched_tokens(asked, 0) == (None, False), "those that hold blocks go first"
         assert d.matched_tokens(asked, 0) == ((40, True) if again else (0, False))
     other = request("s", params=finished_at(p))
-    d.add(other)
-    d.allocated(other, blocks(d), 40)
-    d.results(output(["s"], ["s"], {"s": Failure("unsupported", "no", transient=False)}))
+    d.on_request_added(other)
+    d.on_blocks_allocated(other, blocks(d), 40)
+    d.on_worker_results(output(["s"], ["s"], {"s": Failure("unsupported", "no", passing=False)}))
     assert d.matched_tokens(other, 0) == (None, False)
     assert d.matched_tokens(other, 0) == (0, False)
 
 
 def test_a_refusal_goes_the_way_of_a_failed_load(d):
     asked = request(params={"do_remote_prefill": True})
-    d.add(asked)
+    d.on_request_added(asked)
     assert d.matched_tokens(asked, 0) == FAILS
-    d.allocated(asked, blocks(d), 40)
-    metadata = d.step(STEP)
+    d.on_blocks_allocated(asked, blocks(d), 40)
+    metadata = d.on_step(STEP)
     assert metadata.loads == []
     assert "kvhma is None" in metadata.refusals["r"].text
 
@@ -223,7 +223,7 @@ def test_a_refusal_goes_the_way_of_a_failed_load(d):
 @pytest.mark.parametrize("params", [[], "x", 7, [1]])
 def test_parameters_that_are_no_dictionary_never_reach_vllm(d, params):
     asked = request(params=params)
-    d.add(asked)
+    d.on_request_added(asked)
     assert asked.kv_transfer_params is None
     assert d.matched_tokens(asked, 0) == FAILS
 
@@ -247,18 +247,18 @@ def test_another_prompt_is_computed_and_changes_nothing_for_the_right_one(p, d, 
     """Formerly it was a failed load (with another adapter or salt, a good one), and its end freed the right blocks."""
     params = finished_at(p)
     other = changed(what, request("other", params=params))
-    d.add(other)
+    d.on_request_added(other)
     assert d.matched_tokens(other, 0) == (0, False)
-    d.allocated(other, blocks(d), 0)
-    metadata = d.step(STEP)
+    d.on_blocks_allocated(other, blocks(d), 0)
+    metadata = d.on_step(STEP)
     assert (metadata.loads, metadata.refusals) == ([], {})
-    assert d.finish(other, tables(d)) is None
-    assert d.take_stats().data["local_prefills"]["other_prompt"] == 1
+    assert d.on_request_finished(other, tables(d)) is None
+    assert d.take_stats().data["computed_prompts"]["other_prompt"] == 1
     assert d.decode.renewer._sessions == {}, "P has not heard of it"
     right = request(params=params)
-    d.add(right)
+    d.on_request_added(right)
     load(d, right)
-    d.results(output(["r"]))
+    d.on_worker_results(output(["r"]))
     until(lambda: len(p.context.leases) == 0)
     assert frees(p, tables(p))
     assert p.take_stats() is None, "no lease ended unread"
@@ -270,12 +270,12 @@ FAILS = (1, True)
 def fails(d, asked, cause):
     """Whether a request is loaded only to fail: its load asks for one token, and reads nothing."""
     until(lambda: d.matched_tokens(asked, 0) == FAILS)
-    d.allocated(asked, blocks(d), 1)
-    metadata = d.step(STEP)
+    d.on_blocks_allocated(asked, blocks(d), 1)
+    metadata = d.on_step(STEP)
     assert (metadata.loads, [*metadata.refusals]) == ([], [asked.request_id])
     failure = metadata.refusals[asked.request_id]
-    assert (failure.cause, failure.transient) == (cause, False)
-    d.results(output([asked.request_id], [asked.request_id], {asked.request_id: failure}))
+    assert (failure.cause, failure.passing) == (cause, False)
+    d.on_worker_results(output([asked.request_id], [asked.request_id], {asked.request_id: failure}))
     assert d.decode.pending == {}
     return d.take_stats() is None
 
@@ -287,14 +287,14 @@ def test_another_prompt_fails_where_policy_says_so(p, what):
     try:
         params = finished_at(p)
         other = changed(what, request("other", params=params))
-        d.add(other)
+        d.on_request_added(other)
         assert fails(d, other, "other_prompt"), "no prompt was computed here"
-        assert d.finish(other, tables(d)) is None
+        assert d.on_request_finished(other, tables(d)) is None
         assert d.decode.renewer._sessions == {}, "P has not heard of it"
         right = request(params=params)
-        d.add(right)
+        d.on_request_added(right)
         load(d, right)
-        d.results(output(["r"]))
+        d.on_worker_results(output(["r"]))
         until(lambda: frees(p, tables(p)))
     finally:
         d.close()
@@ -305,11 +305,11 @@ def test_a_sample_that_comes_too_late_fails_where_policy_says_so(p):
     try:
         params = finished_at(p)
         first, late = (request(f"{index}_parent", params=params) for index in range(2))
-        d.add(first)
+        d.on_request_added(first)
         load(d, first)
-        d.results(output([first.request_id]))
+        d.on_worker_results(output([first.request_id]))
         until(lambda: frees(p, tables(p)))
-        d.add(late)
+        d.on_request_added(late)
         assert fails(d, late, "late_reader")
     finally:
         d.close()
@@ -319,12 +319,12 @@ def test_a_state_that_is_ahead_fails_where_policy_says_so():
     p, d = scheduler(has_state=True), scheduler(backoff=3, has_state=True, recompute=False)
     try:
         asked = request(params=finished_at(p))
-        d.add(asked)
+        d.on_request_added(asked)
         assert fails(d, asked, "state_ahead")
         until(lambda: not d.decode.renewer._sessions or len(p.context.leases) == 1)
         other = scheduler(has_state=True)
         again = request(params=asked.kv_transfer_params)
-        other.add(again)
+        other.on_request_added(again)
         assert load(other, again).num_tokens == 40, "another engine may have the same parameters"
         other.close()
     finally:
@@ -337,7 +337,7 @@ def test_a_prompt_that_is_too_short_to_be_handed_over_is_nobodys_fault(recompute
     p, d = (scheduler(backoff=1, has_state=True, recompute=recompute) for _ in range(2))
     try:
         asked = request(tokens=1, params=finished_at(p, tokens=1))
-        d.add(asked)
+        d.on_request_added(asked)
         assert d.matched_tokens(asked, 0) == (0, False)
         until(lambda: frees(p, tables(p)))
         assert (d.take_stats(), d.decode.pending, caplog.records) == (None, {}, [])
@@ -353,7 +353,7 @@ def test_a_prompt_that_must_not_read_the_cache_is_computed(p, recompute):
     try:
         asked = request(params=finished_at(p))
         asked.get_skip_reading_prefix_cache = lambda: True
-        d.add(asked)
+        d.on_request_added(asked)
         assert d.matched_tokens(asked, 0) == (0, False)
         until(lambda: frees(p, tables(p)))
         assert d.take_stats().data["local_prefills"] == {"skip_reading_prefix_cache": 1}
@@ -368,9 +368,9 @@ def test_what_is_computed_instead_of_failing_is_counted(p, change):
     try:
         asked = request(params=finished_at(p) | change, tokens=40 if change else 39)
         asked.get_skip_reading_prefix_cache = lambda: True
-        d.add(asked)
+        d.on_request_added(asked)
         assert d.matched_tokens(asked, 0) == (1, True)
-        d.allocated(asked, blocks(d), 0)
+        d.on_blocks_allocated(asked, blocks(d), 0)
         assert d.decode.pending == {}
         assert d.take_stats().data["local_prefills"] == {"refused" if change else "other_prompt": 1}
     finally:
@@ -388,9 +388,9 @@ def test_what_vllm_rejected_lets_p_go(secrets):
         params = finished_at(p)
         rejected = request("rejected", tokens=1, params=params, status="FINISHED_ABORTED")
         rejected.abort_immediately = True
-        d.add(rejected)
+        d.on_request_added(rejected)
         assert d.decode.pending == {}
-        assert d.finish(rejected, [[] for _ in tables(d)]) is None
+        assert d.on_request_finished(rejected, [[] for _ in tables(d)]) is None
         until(lambda: frees(p, tables(p)))
         assert (p.take_stats(), d.take_stats()) == (None, None), "nothing has failed or expired"
     finally:
@@ -412,8 +412,8 @@ def test_what_vllm_rejected_for_its_parameters_reaches_nobody(p, d, change):
     params = finished_at(p) | change
     rejected = request("rejected", tokens=1, params=params, status="FINISHED_ABORTED")
     rejected.abort_immediately = True
-    d.add(rejected)
-    assert d.finish(rejected, [[] for _ in tables(d)]) is None
+    d.on_request_added(rejected)
+    assert d.on_request_finished(rejected, [[] for _ in tables(d)]) is None
     assert (d.decode.pending, d.decode.renewer._sessions) == ({}, {})
     assert len(p.context.leases) == 1
 
@@ -422,8 +422,8 @@ def load(d, asked, tokens=40):
     """Have a request loaded; return its load."""
     matched = until(lambda: answer if (answer := d.matched_tokens(asked, 0))[0] is not None else None)
     assert matched == (tokens, True)
-    d.allocated(asked, blocks(d), tokens)
-    (order,) = d.step(STEP).loads
+    d.on_blocks_allocated(asked, blocks(d), tokens)
+    (order,) = d.on_step(STEP).loads
     return order
 
 
@@ -431,11 +431,11 @@ def test_parameters_that_were_changed_are_refused_and_p_does_not_hear_of_it(p, d
     params = finished_at(p)
     params["kvhma"]["spans"][0][1] = "77"
     asked = request(params=params)
-    d.add(asked)
+    d.on_request_added(asked)
     assert d.matched_tokens(asked, 0) == FAILS
-    d.allocated(asked, blocks(d), 40)
-    assert "kvhma.digest" in d.step(STEP).refusals["r"].text
-    d.results(output(["r"], ["r"], {"r": Failure("refused", "no", transient=False)}))
+    d.on_blocks_allocated(asked, blocks(d), 40)
+    assert "kvhma.digest" in d.on_step(STEP).refusals["r"].text
+    d.on_worker_results(output(["r"], ["r"], {"r": Failure("refused", "no", passing=False)}))
     assert d.decode.renewer._sessions == {}
     assert len(p.context.leases) == 1
 
@@ -445,12 +445,12 @@ def test_samples_of_one_prompt(p, d):
     params = finished_at(p)
     samples = [request(f"{index}_parent", params=params) for index in range(3)]
     for asked in samples:
-        d.add(asked)
+        d.on_request_added(asked)
     readers = {load(d, asked).reader for asked in samples}
     assert len(readers) == 3
     for number, asked in enumerate(samples):
         assert len(p.context.leases) == 1, number
-        d.results(output([asked.request_id]))
+        d.on_worker_results(output([asked.request_id]))
     until(lambda: frees(p, tables(p)))
 
 
@@ -459,14 +459,14 @@ def test_samples_on_two_engines(p, d):
     try:
         params = finished_at(p)
         here, there = (request(f"{index}_parent", params=params) for index in range(2))
-        d.add(here)
+        d.on_request_added(here)
         load(d, here)
-        d.results(output([here.request_id]))
-        other.add(there)  # after the first has been read
+        d.on_worker_results(output([here.request_id]))
+        other.on_request_added(there)  # after the first has been read
         load(other, there)
         time.sleep(0.2)
         assert frees(p, [])
-        other.results(output([there.request_id]))
+        other.on_worker_results(output([there.request_id]))
         until(lambda: frees(p, tables(p)))
     finally:
         other.close()
@@ -475,14 +475,14 @@ def test_samples_on_two_engines(p, d):
 def test_a_sample_that_comes_too_late_is_computed(p, d):
     params = finished_at(p)
     first, late = (request(f"{index}_parent", params=params) for index in range(2))
-    d.add(first)
+    d.on_request_added(first)
     load(d, first)
-    d.results(output([first.request_id]))
+    d.on_worker_results(output([first.request_id]))
     until(lambda: frees(p, tables(p)))
-    d.add(late)
+    d.on_request_added(late)
     until(lambda: d.matched_tokens(late, 0) == (0, False))
-    d.allocated(late, blocks(d), 0)
-    assert d.finish(late, tables(d)) is None
+    d.on_blocks_allocated(late, blocks(d), 0)
+    assert d.on_request_finished(late, tables(d)) is None
     assert d.decode.pending == {}
     assert d.take_stats().data["local_prefills"]["late_reader"] == 1
 
@@ -490,7 +490,7 @@ def test_a_sample_that_comes_too_late_is_computed(p, d):
 def test_a_sample_does_not_wait_forever_for_an_answer(p, d):
     params = finished_at(p) | {"remote_port": free_port()}
     asked = request("0_parent", params=params)
-    d.add(asked)
+    d.on_request_added(asked)
     assert d.matched_tokens(asked, 0) == (None, False)
     # Its load finds that P is gone, and the policy decides.
     until(lambda: d.matched_tokens(asked, 0) == (40, True))
@@ -500,13 +500,13 @@ def test_parameters_that_come_twice(p, d):
     """Formerly the second request with the same parameters failed."""
     params = finished_at(p)
     first, second = request("a", params=params), request("b", params=params)
-    d.add(first)
-    assert d.matched_tokens(first, 0) == (40, True), "an ordinary request asks no peer first"
-    d.add(second)
+    d.on_request_added(first)
+    assert d.matched_tokens(first, 0) == (40, True), "an ordinary request asks nobody first"
+    d.on_request_added(second)
     load(d, second)
-    d.allocated(first, blocks(d), 40)
-    d.results(output(["b"]))
-    d.results(output(["a"]))
+    d.on_blocks_allocated(first, blocks(d), 40)
+    d.on_worker_results(output(["b"]))
+    d.on_worker_results(output(["a"]))
     until(lambda: frees(p, tables(p)))
 
 
@@ -517,24 +517,24 @@ def test_after_a_failed_load_another_engine_may_read(p, what):
     first, second = scheduler(recompute=what == "recompute"), scheduler()
     try:
         asked = request(params=params)
-        first.add(asked)
+        first.on_request_added(asked)
         load(first, asked)
         if what == "aborted":
             asked.status = SimpleNamespace(name="FINISHED_ABORTED")
-            first.finish(asked, tables(first))
+            first.on_request_finished(asked, tables(first))
         elif what == "fail":
             asked.status = SimpleNamespace(name="FINISHED_ERROR")
-            first.finish(asked, tables(first))
-        first.results(output(["r"], ["r"], {"r": Failure("unsupported", "no", transient=False)}))
+            first.on_request_finished(asked, tables(first))
+        first.on_worker_results(output(["r"], ["r"], {"r": Failure("unsupported", "no", passing=False)}))
         if what != "fail":  # answered, or not wanted any more
             until(lambda: frees(p, tables(p)))
             return
         until(lambda: not any(held.readers for held in p.context.leases._held.values()))
         assert frees(p, [])
         again = request(params=params)
-        second.add(again)
+        second.on_request_added(again)
         load(second, again)
-        second.results(output(["r"]))
+        second.on_worker_results(output(["r"]))
         until(lambda: frees(p, tables(p)))
     finally:
         first.close()
@@ -548,18 +548,18 @@ def test_p_that_went_one_token_too_far(has_state):
     try:
         asked = request("at p", params={"do_remote_decode": True})
         asked.get_skip_reading_prefix_cache = lambda: True
-        p.add(asked)
+        p.on_request_added(asked)
         assert asked.num_prompt_tokens == 40
-        params = p.finish(asked, tables(p))
+        params = p.on_request_finished(asked, tables(p))
         assert params["kvhma"]["tokens"] == (40 if has_state else 39)
         at_d = request(params=json.loads(json.dumps(params)))
-        d.add(at_d)
+        d.on_request_added(at_d)
         if has_state:
             assert d.matched_tokens(at_d, 0) == (0, False)
             assert d.take_stats().data["local_prefills"]["state_ahead"] == 1
         else:
             assert load(d, at_d, 39).num_tokens == 39
-            d.results(output(["r"]))
+            d.on_worker_results(output(["r"]))
         until(lambda: frees(p, tables(p)))
     finally:
         p.close()
@@ -569,10 +569,10 @@ def test_p_that_went_one_token_too_far(has_state):
 def test_a_window_that_p_has_passed_is_not_handed_on(p):
     """D needs a window that begins one token earlier than the window of a P which computed all of the prompt."""
     asked = request("at p", tokens=80, params={"do_remote_decode": True})
-    p.add(asked)
+    p.on_request_added(asked)
     full, sliding, state = tables(p)
     for passed, held in ((1, True), (2, False)):
-        params = p.finish(asked, [full, [0] * passed + sliding[passed:], state])
+        params = p.on_request_finished(asked, [full, [0] * passed + sliding[passed:], state])
         assert (params is not None) is held
 
 
@@ -581,7 +581,7 @@ def test_fewer_tokens_than_p_has():
     p, d = scheduler(), scheduler(backoff=3)
     try:
         asked = request(params=finished_at(p))
-        d.add(asked)
+        d.on_request_added(asked)
         assert load(d, asked, 37).num_tokens == 37
     finally:
         p.close()
@@ -593,7 +593,7 @@ def test_windows_that_are_ahead_are_computed_here(p):
     d = scheduler(backoff=3, has_windows=True)
     try:
         asked = request(params=finished_at(p))
-        d.add(asked)
+        d.on_request_added(asked)
         assert d.matched_tokens(asked, 0) == (0, False)
         assert d.take_stats().data["local_prefills"]["state_ahead"] == 1
         until(lambda: frees(p, tables(p)))
@@ -604,8 +604,8 @@ def test_windows_that_are_ahead_are_computed_here(p):
 @pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR", "FINISHED_IGNORED"])
 def test_what_did_not_end_well_is_not_held(p, status):
     asked = request(params={"do_remote_decode": True}, status=status)
-    p.add(asked)
-    assert p.finish(asked, tables(p)) is None
+    p.on_request_added(asked)
+    assert p.on_request_finished(asked, tables(p)) is None
 
 
 def test_a_state_that_drafts_have_moved_is_not_handed_on(caplog):
@@ -614,8 +614,8 @@ def test_a_state_that_drafts_have_moved_is_not_handed_on(caplog):
         made = scheduler(has_state=True, drafted_state=drafted)
         decoded = request("decoded", tokens=43, params=wanted)
         decoded.num_prompt_tokens = 40
-        assert made.finish(request("prompt", params=wanted), tables(made)) is not None
-        assert (made.finish(decoded, tables(made)) is None) is drafted
+        assert made.on_request_finished(request("prompt", params=wanted), tables(made)) is not None
+        assert (made.on_request_finished(decoded, tables(made)) is None) is drafted
         made.close()
     assert "it decoded 3 tokens with speculative_config" in caplog.text
 
@@ -624,11 +624,11 @@ def test_the_last_token_is_left_to_d():
     p = scheduler(backoff=1)
     try:
         asked = request(params={"do_remote_decode": True})
-        p.add(asked)
-        p.add(asked)  # a preempted request is not cut twice
+        p.on_request_added(asked)
+        p.on_request_added(asked)  # a request that is preempted is not cut twice
         assert (asked.num_prompt_tokens, len(asked.prompt_token_ids), asked.max_tokens) == (39, 39, 1)
         alone = request("one", tokens=1, params={"do_remote_decode": True})
-        p.add(alone)
+        p.on_request_added(alone)
         assert alone.num_prompt_tokens == 1
     finally:
         p.close()
@@ -641,7 +641,7 @@ def test_samples_that_share_a_dictionary_at_p_all_stop_early():
         params = {"do_remote_decode": True}
         for index in range(2):
             asked = request(f"{index}_parent", params=params)
-            p.add(asked)
+            p.on_request_added(asked)
             assert asked.num_prompt_tokens == 39
     finally:
         p.close()
@@ -671,8 +671,8 @@ def test_the_reason_of_a_lease_that_ends_is_logged(d, caplog):
     p = scheduler(lease=1.0)
     try:
         asked = request(params=finished_at(p))
-        d.add(asked)
-        d.step(STEP)  # it was not scheduled, so D claims it
+        d.on_request_added(asked)
+        d.on_step(STEP)  # it was not scheduled, so it is claimed
         until(lambda: any(held.readers for held in p.context.leases._held.values()))
         d.close()  # it is killed
         until(lambda: frees(p, tables(p)))
@@ -686,11 +686,11 @@ def test_names_of_clients_do_not_fill_the_log(p, caplog):
     """Formerly a line named all of the requests, as their clients had named them."""
     for at in range(100):
         asked = request(f"at p {at}\n\x1b[2J", params={"do_remote_decode": True})
-        p.add(asked)
-        p.finish(asked, tables(p))
+        p.on_request_added(asked)
+        p.on_request_finished(asked, tables(p))
     for held in p.context.leases._held.values():
         held.expires = 0
-    p.step(STEP)
+    p.on_step(STEP)
     time.sleep(OVERDUE_SECONDS)
     assert frees(p, tables(p)), "all 100 have the same"
     (line,) = [record.getMessage() for record in caplog.records if "the lease ended" in record.getMessage()]
@@ -717,12 +717,12 @@ def test_unread_requests_keep_a_share_of_the_blocks_only(caplog, share, count):
         every = []
         for at in range(20):
             asked = request(f"at p {at}", params={"do_remote_decode": True})
-            p.add(asked)
+            p.on_request_added(asked)
             table = [
                 [1 + block for block in range(10 * (at * groups + group), 10 * (at * groups + group + 1))]
                 for group in range(groups)
             ]
-            assert p.finish(asked, table) is not None
+            assert p.on_request_finished(asked, table) is not None
             every += table
             assert len(p.context.leases) <= count
         assert frees(p, every[: (20 - count) * groups]), "the oldest go first"
@@ -740,17 +740,17 @@ def test_requests_that_are_claimed_stay_however_many_there_are(d):
     try:
         bind(p, 1 + 4 * 10 * groups)
         first = request("first", params=finished_at(p))
-        d.add(first)
-        d.step(STEP)
+        d.on_request_added(first)
+        d.on_step(STEP)
         until(lambda: any(held.readers for held in p.context.leases._held.values()))
         for at in range(8):
             asked = request(f"more {at}", params={"do_remote_decode": True})
-            p.add(asked)
-            assert p.finish(asked, tables(p, 100 * at + 100)) is not None
-        p.step(STEP)
+            p.on_request_added(asked)
+            assert p.on_request_finished(asked, tables(p, 100 * at + 100)) is not None
+        p.on_step(STEP)
         assert set(tables(p)[0]) <= kept(p)
         load(d, first)
-        d.results(output(["first"]))
+        d.on_worker_results(output(["first"]))
         until(lambda: frees(p, tables(p)))
         assert "expired" not in p.take_stats().data
     finally:
@@ -783,8 +783,8 @@ def test_blocks_of_another_request_are_not_read_with_the_parameters_of_ones_own(
     its prompt.
     """
     victim = request("victim", params={"do_remote_decode": True})
-    p.add(victim)
-    theirs = p.finish(victim, tables(p, start=300))
+    p.on_request_added(victim)
+    theirs = p.on_request_finished(victim, tables(p, start=300))
     mine = finished_at(p)
     params = forged(mine, theirs)
     assert params["kvhma"]["spans"] == json.loads(json.dumps(theirs["kvhma"]["spans"]))
@@ -793,7 +793,7 @@ def test_blocks_of_another_request_are_not_read_with_the_parameters_of_ones_own(
         assert client.ask(Renew([write_claim(claim)]), Leases).states == [LeaseState.OTHER]
         right = PrefillParams.from_params(mine, Secrets(), num_prompt_tokens=40).claim(reader=7)
         assert client.ask(Renew([write_claim(right)]), Leases).states == [LeaseState.HELD]
-    p.step(STEP)
+    p.on_step(STEP)
     assert p.take_stats().data["digest_refused"] == 1
     assert "P has not handed out their parameters as they are" in caplog.text
 
@@ -805,19 +805,19 @@ def test_engines_that_share_a_secret():
         params = finished_at(p)
         for engine, text in ((other, "P's secret does not match any of ours"), (without, "this engine has none")):
             asked = request(params=params)
-            engine.add(asked)
+            engine.on_request_added(asked)
             assert engine.matched_tokens(asked, 0) == FAILS
-            engine.allocated(asked, blocks(engine), 1)
-            assert text in engine.step(STEP).refusals["r"].text
+            engine.on_blocks_allocated(asked, blocks(engine), 1)
+            assert text in engine.on_step(STEP).refusals["r"].text
         asked = request(params=params)
-        d.add(asked)
+        d.on_request_added(asked)
         load(d, asked)
-        d.results(output(["r"]))
+        d.on_worker_results(output(["r"]))
         until(lambda: frees(p, tables(p)))
         own = request(params=finished_at(without))
-        d.add(own)
-        d.allocated(own, blocks(d), 40)
-        assert "this engine has a secret, P has none" in d.step(STEP).refusals["r"].text
+        d.on_request_added(own)
+        d.on_blocks_allocated(own, blocks(d), 40)
+        assert "this engine has a secret, P has none" in d.on_step(STEP).refusals["r"].text
     finally:
         for engine in (p, d, other, without):
             engine.close()
@@ -833,7 +833,9 @@ def test_connections_that_are_refused_are_counted(p):
                     pass
         until(
             lambda: (
-                p.step(STEP) and (taken := p.take_stats()) and taken.data.get("side_channel_refused") == {"message": 1}
+                p.on_step(STEP)
+                and (taken := p.take_stats())
+                and taken.data.get("side_channel_refused") == {"message": 1}
             )
         )
 
@@ -842,12 +844,12 @@ def test_connections_that_are_refused_are_counted(p):
 def test_a_lease_of_a_strangers_choosing_has_a_floor_and_a_ceiling(d, monkeypatch, lease, every):
     """Formerly `kvhma.lease: 0.1` in its parameters renewed a request 200 times as often as others (S10)."""
     tracked = []
-    monkeypatch.setattr(d.decode.renewer, "track", lambda address, claim, *, every: tracked.append(every))
+    monkeypatch.setattr(d.decode.renewer, "track_claim", lambda address, claim, *, every: tracked.append(every))
     p = scheduler(lease=lease)
     try:
         asked = request(params=finished_at(p))
-        d.add(asked)
-        d.step(STEP)
+        d.on_request_added(asked)
+        d.on_step(STEP)
         assert tracked == [pytest.approx(every)]
         assert 1 <= load(d, asked).remote.lease <= 3600
     finally:
@@ -862,10 +864,10 @@ def test_parameters_from_where_they_may_not_come(p, allowed):
     d = scheduler(allowed_prefill_engines=(entry,))
     try:
         asked = request(params=finished_at(p))
-        d.add(asked)
+        d.on_request_added(asked)
         assert d.matched_tokens(asked, 0) == ((40, True) if allowed else FAILS)
-        d.allocated(asked, blocks(d), 40)
-        metadata = d.step(STEP)
+        d.on_blocks_allocated(asked, blocks(d), 40)
+        metadata = d.on_step(STEP)
         if allowed:
             assert len(metadata.loads) == 1
             return

@@ -24,7 +24,7 @@ from kvhma.nixl import decode_handshake
 from kvhma.versions import series
 from kvhma.vllm import KvhmaConnector
 from kvhma.vllm.metadata import Load, StepMetadata
-from kvhma.vllm.scheduler.kept_blocks import keep_blocks
+from kvhma.vllm.scheduler.held_blocks import hold_blocks
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, random_id
 from support.cache.engine import own_config_of
 from support.engines.engine import free_port
@@ -74,7 +74,7 @@ class Engine:
         """Parameters of a request whose blocks P holds."""
         key = LeaseKey(name, random_id())
         pool = self.scheduler._scheduler.context.manager.block_pool
-        self.leases.add(key, DIGEST, keep_blocks(pool, [blocks], 0))
+        self.leases.hold(key, DIGEST, hold_blocks(pool, [blocks], 0))
         return PrefillParams(
             address=self.address,
             engine_id=self.scheduler._engine_id,

@@ -83,7 +83,7 @@ class Prefill:
     def remote(self, name: str, blocks: list[int], *, held: bool = True, lease: float = 30.0) -> PrefillParams:
         key = LeaseKey(name, random_id())
         if held:
-            self.leases.add(key, DIGEST, blocks)
+            self.leases.hold(key, DIGEST, blocks)
         return params(self.address, key, blocks, instance=self.instance, lease=lease)
 
     def close(self) -> None:

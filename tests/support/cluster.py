@@ -109,7 +109,7 @@ class PrefillHost:
                 tp_size=self._ranks,
             )
             params, digest = remote.to_params(self.secrets, pp_size=1)
-            self.leases[index].add(remote.lease_key, digest, [block for span in spans for block in span.ids])
+            self.leases[index].hold(remote.lease_key, digest, [block for span in spans for block in span.ids])
             found.append(params)
         return found
 
@@ -193,7 +193,7 @@ class DecodeEngine:
         remote = PrefillParams.from_params(params, self.secrets, num_prompt_tokens=TOKENS + 1)
         claim = remote.claim(random_id())
         if track:
-            self.renewer.track(remote.address, claim, every=0.5)
+            self.renewer.track_claim(remote.address, claim, every=0.5)
         outcome = Outcome.READ
         for rank in self.ranks:
             try:
@@ -201,7 +201,7 @@ class DecodeEngine:
             except (KvhmaError, TimeoutError) as error:
                 took.errors.append(f"{type(error).__name__}: {error}")
                 outcome = Outcome.UNREAD
-        self.renewer.release(remote.address, claim, outcome)
+        self.renewer.release_claim(remote.address, claim, outcome)
         return took
 
     def connect(self, rank: int, remote: Incarnation) -> PrefillEngine:

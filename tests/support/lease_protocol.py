@@ -194,7 +194,7 @@ class Explorer:
 
     def _finish(self, world: World, index: int, outcome: Outcome) -> tuple[int, bool]:
         def finish(at: LeaseTable) -> bool:
-            return at.finish([self._claim(index)], [outcome]) == [LeaseState.HELD]
+            return at.check_and_release([self._claim(index)], [outcome]) == [LeaseState.HELD]
 
         return self._at_p(world, finish, "finish", index, outcome)
 

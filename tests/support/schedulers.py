@@ -81,7 +81,7 @@ def kept(of):
 def frees(of, tables):
     """Whether a step without work frees exactly these blocks."""
     before = kept(of)
-    of.step(STEP)
+    of.on_step(STEP)
     return before - kept(of) == {block for table in tables for block in table}
 
 

@@ -147,8 +147,8 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.serve(metadata)
 
     def on_new_request(self, request: Request) -> None:
-        """Note a new request."""
-        self._scheduler.add(request)
+        """Look at a new request."""
+        self._scheduler.on_request_added(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """A load fills the blocks of every transferred group; the engine must not zero them meanwhile."""
@@ -160,15 +160,15 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Take the blocks of a load."""
-        self._scheduler.allocated(request, blocks, num_external_tokens)
+        self._scheduler.on_blocks_allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        """Return the loads of this step, and other orders for the workers."""
-        return self._scheduler.step(scheduler_output)
+        """Return the loads of this step, and what else the workers have to know."""
+        return self._scheduler.on_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the workers' results."""
-        self._scheduler.results(connector_output)
+        self._scheduler.on_worker_results(connector_output)
 
     def has_pending_block_frees(self) -> bool:
         """Whether the next step will have more free blocks, so that vLLM need not preempt a request."""
@@ -185,8 +185,8 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Note the end of a request. The connector holds the blocks for readers, so vLLM frees the request."""
-        return False, self._scheduler.finish(request, block_ids)
+        """Take note of the end of a request. What others read is kept by the connector, so vLLM keeps nothing."""
+        return False, self._scheduler.on_request_finished(request, block_ids)
 
     # --- worker's side -------------------------------------------------------------------------------------
 

@@ -202,14 +202,14 @@ class DirectRenewer:
     def __init__(self, **_: Any) -> None:
         self.leases: Any = None
 
-    def track(self, address: Any, claim: LeaseClaim, every: float) -> None:
+    def track_claim(self, address: Any, claim: LeaseClaim, every: float) -> None:
         if self.leases is not None:
             self.leases.renew([claim])
 
-    def held(self, address: Any, claim: LeaseClaim) -> bool:
+    def is_held(self, address: Any, claim: LeaseClaim) -> bool:
         return self.leases is not None and self.leases.renew([claim]) == [LeaseState.HELD]
 
-    def release(self, address: Any, claim: LeaseClaim, outcome: Outcome) -> None:
+    def release_claim(self, address: Any, claim: LeaseClaim, outcome: Outcome) -> None:
         if self.leases is not None:
             self.leases.release([claim], outcome)
 
@@ -703,7 +703,7 @@ class Engine:
         load = loading.load
         assert self.source is not None
         leases, claims = self.source.kvhma.context.leases, [load.remote.claim(load.reader)]
-        (state,) = leases.renew(claims) if load.outcome is None else leases.finish(claims, [load.outcome])
+        (state,) = leases.renew(claims) if load.outcome is None else leases.check_and_release(claims, [load.outcome])
         if state is not LeaseState.HELD:
             return WorkerReport({load.request_id: Failure("expired", state.value, transient=False)})
         if loading.outcome != "ok":

@@ -13,12 +13,12 @@ from kvhma.geometry import Group, Span
 from kvhma.vllm import connector as connector_module
 from kvhma.vllm import metadata as metadata_module
 from kvhma.vllm.metadata import Load
-from kvhma.vllm.scheduler import answers as answers_module
 from kvhma.vllm.scheduler import decode as decode_module
+from kvhma.vllm.scheduler import kept_turns as kept_turns_module
 from kvhma.vllm.scheduler import prefill as prefill_module
 from kvhma.vllm.scheduler import prompt_digests
-from kvhma.vllm.scheduler.answers import AnswerKeeper
 from kvhma.vllm.scheduler.decode import DecodeScheduler
+from kvhma.vllm.scheduler.kept_turns import KeptTurns
 from kvhma.vllm.scheduler.load_machine import Purpose
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
 from kvhma.vllm.worker import polling
@@ -58,7 +58,7 @@ def _spans_of_d(patch: pytest.MonkeyPatch, change: Callable[[Group, Span, int], 
 @mutant("P names only what the next token attends to, and D caches all of it", *WINDOWS)
 def only_the_window(patch: pytest.MonkeyPatch) -> None:
     never_marked(patch)
-    finish, right = KvhmaScheduler.finish, prefill_module.live_spans
+    finish, right = KvhmaScheduler.on_request_finished, prefill_module.live_spans
     tokens: list[int] = []
 
     def wrong(geometry: Any, num_tokens: Any, tables: Any, cached: Any = None) -> list[Span]:
@@ -69,7 +69,7 @@ def only_the_window(patch: pytest.MonkeyPatch) -> None:
         return finish(self, request, tables)
 
     patch.setattr(prefill_module, "live_spans", wrong)
-    patch.setattr(KvhmaScheduler, "finish", finished)
+    patch.setattr(KvhmaScheduler, "on_request_finished", finished)
 
 
 @mutant("D caches blocks that are filled in part", *WINDOWS)
@@ -123,7 +123,7 @@ def another_group(patch: pytest.MonkeyPatch) -> None:
 @mutant("blocks are kept out once they are in", *WINDOWS)
 def too_late(patch: pytest.MonkeyPatch) -> None:
     marked = DecodeScheduler._exclude_partial_blocks
-    step = KvhmaScheduler.step
+    step = KvhmaScheduler.on_step
     left: list[Any] = []
 
     def wrong(self: DecodeScheduler, *arguments: Any) -> None:
@@ -135,7 +135,7 @@ def too_late(patch: pytest.MonkeyPatch) -> None:
         return step(self, output)
 
     patch.setattr(DecodeScheduler, "_exclude_partial_blocks", wrong)
-    patch.setattr(KvhmaScheduler, "step", late)
+    patch.setattr(KvhmaScheduler, "on_step", late)
 
 
 @mutant("the hit of full attention counts for all groups", "full+sliding+state", "full+chunked+state")
@@ -196,21 +196,21 @@ def any_prompt(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("the token that ends an answer is taken for computed", "full", "full+sliding", "full+state", into=TURN_MUTANTS)
 def one_more(patch: pytest.MonkeyPatch) -> None:
-    right = AnswerKeeper._tokens_written
-    patch.setattr(AnswerKeeper, "_tokens_written", lambda self, asked: min(right(self, asked) + 1, asked.num_tokens))
+    right = KeptTurns._tokens_written
+    patch.setattr(KeptTurns, "_tokens_written", lambda self, asked: min(right(self, asked) + 1, asked.num_tokens))
 
 
 @mutant("a state in the making is taken for that of the step before", "state", "full+state", into=TURN_MUTANTS)
 def state_in_flight(patch: pytest.MonkeyPatch) -> None:
-    def wrong(self: AnswerKeeper, asked: Any) -> int:
+    def wrong(self: KeptTurns, asked: Any) -> int:
         return int(asked.num_computed_tokens - asked.num_in_flight_tokens)
 
-    patch.setattr(AnswerKeeper, "_tokens_written", wrong)
+    patch.setattr(KeptTurns, "_tokens_written", wrong)
 
 
 @mutant("blocks that a load has not filled are named for the next turn", *WINDOWS, into=TURN_MUTANTS)
 def unfilled(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(answers_module, "filled_spans", lambda geometry, spans, unfilled: spans)
+    patch.setattr(kept_turns_module, "filled_spans", lambda geometry, spans, unfilled: spans)
 
 
 @mutant("any part of an answer agrees", "full", "full+chunked", into=TURN_MUTANTS)

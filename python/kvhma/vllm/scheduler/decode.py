@@ -16,12 +16,12 @@ from kvhma.geometry import Span
 from kvhma.planning import live_entries
 from kvhma.vllm.metadata import Failure, StepMetadata, WorkerReport, merge_first_tokens
 from kvhma.vllm.metadata import Load as ReadCommand
-from kvhma.vllm.scheduler.answers import readable_part
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.digests import DecodeDigests
 from kvhma.vllm.scheduler.failed_loads import FailedLoads
 from kvhma.vllm.scheduler.following import FollowedLoad, FollowedLoads
 from kvhma.vllm.scheduler.items import adopt_items
+from kvhma.vllm.scheduler.kept_turns import readable_part
 from kvhma.vllm.scheduler.lease_renewer import LeaseRenewer
 from kvhma.vllm.scheduler.load_machine import End, Load, LoadEffect, LoadEvent, Loads, LoadState, Purpose
 from kvhma.vllm.scheduler.prefix_cache import hit_blocks, mark_uncacheable
@@ -112,7 +112,7 @@ class DecodeScheduler:
 
     # --- A new request ------------------------------------------------------------------------------------------
 
-    def add(self, request: Request, params: dict[str, Any]) -> None:
+    def on_request_added(self, request: Request, params: dict[str, Any]) -> None:
         """Add a request whose prompt another engine has computed, or computes now."""
         load = Load(request, traceparent=traceparent_of(request))
         if params.get(TICKET) is None:
@@ -135,7 +135,7 @@ class DecodeScheduler:
         load.remote, load.num_tokens = _bounded(remote), remote.num_tokens
         self._move(load, LoadEvent.LAST_TURN)
 
-    def refuse(self, request: Request, text: str) -> None:
+    def refuse_request(self, request: Request, text: str) -> None:
         """Add a request that cannot be loaded."""
         self._fail(Load(request), _refused(text))
 
@@ -147,11 +147,11 @@ class DecodeScheduler:
         """
         try:
             if params.get(TICKET) is not None:
-                self._following.give_up(self._ticket(params))
+                self._following.cancel_ticket(self._ticket(params))
             else:
                 remote = PrefillParams.from_params(params, self._context.secrets, num_prompt_tokens=None)
                 self._check_source(remote.address)
-                self._release(Load(request, remote=remote), read=True)
+                self._release_claim(Load(request, remote=remote), read=True)
         except KvhmaError as error:
             logger.warning("kvhma: request %s was rejected, and P is not notified: %s", request.request_id, error)
 
@@ -173,8 +173,8 @@ class DecodeScheduler:
         else:
             load.remote = self._counted(remote)
             self._move(load, LoadEvent.PARAMS)
-            if not self._context.prompts.begin(request, remote.num_tokens):
-                self._compare(load)
+            if not self._context.prompts.begin_digest(request, remote.num_tokens):
+                self._compare_prompt(load)
 
     def _add_ticket(self, load: Load, params: dict[str, Any]) -> None:
         """Begin to ask P about a request that it computes at the same time."""
@@ -182,13 +182,13 @@ class DecodeScheduler:
         try:
             ticket = self._ticket(params)
             if request.get_skip_reading_prefix_cache():
-                self._following.give_up(ticket)
+                self._following.cancel_ticket(ticket)
                 self._compute_unread(load)
             elif self._context.engine.loadable_tokens(request.num_prompt_tokens) == 0:
-                self._following.give_up(ticket)
+                self._following.cancel_ticket(ticket)
                 self._move(load, LoadEvent.NOTHING_TO_LOAD)
             else:
-                load.ticket = self._following.follow(request, ticket)
+                load.ticket = self._following.follow_ticket(request, ticket)
                 self._move(load, LoadEvent.TICKET)
         except KvhmaError as error:
             self._fail(load, _refused(str(error)))
@@ -225,8 +225,8 @@ class DecodeScheduler:
         if self._trusts_items and remote.items:
             engine = self._context.engine
             # vLLM computes the last token in any case, and every token of a prompt that must not read its cache.
-            most = min(engine.loadable_tokens(request.num_prompt_tokens), request.num_prompt_tokens - 1)
-            loaded = 0 if request.get_skip_reading_prefix_cache() else min(remote.num_tokens, most)
+            loadable = min(engine.loadable_tokens(request.num_prompt_tokens), request.num_prompt_tokens - 1)
+            loaded = 0 if request.get_skip_reading_prefix_cache() else min(remote.num_tokens, loadable)
             depend = engine.positions_depend_on_items
             if end := adopt_items(request, remote.items, loaded, positions_depend=depend):
                 self._items_end[request.request_id] = end
@@ -243,12 +243,12 @@ class DecodeScheduler:
 
     # --- The prompt ---------------------------------------------------------------------------------------------
 
-    def _compare(self, load: Load) -> None:
+    def _compare_prompt(self, load: Load) -> None:
         """Compare what P holds for a request with its prompt; waits for the digest if that is being made."""
         remote, request = load.remote, load.request
         assert remote is not None  # noqa: S101
         try:
-            same = self._context.prompts.take(request, remote.num_tokens) == remote.prompt
+            same = self._context.prompts.take_digest(request, remote.num_tokens) == remote.prompt
         except KvhmaError as error:
             self._fail(load, _refused(str(error)))
             return
@@ -282,7 +282,7 @@ class DecodeScheduler:
     def _compare_finished(self, load: Load | None) -> Load | None:
         """Compare a prompt whose comparison was put off; return the load, None if there is none or it has ended."""
         if load is not None and load.state is LoadState.COMPARING:
-            self._compare(load)
+            self._compare_prompt(load)
         return None if load is None or load.state.is_end else load
 
     def _is_shared(self, load: Load, remote: PrefillParams) -> bool:
@@ -319,7 +319,7 @@ class DecodeScheduler:
         if load.state is LoadState.COMPARING:
             if not self._context.prompts.is_ready(request.request_id):
                 return _UNKNOWN
-            self._compare(load)
+            self._compare_prompt(load)
         if load.state in (LoadState.ASKING, LoadState.WAITING, LoadState.RETRYING):
             return self._answer_of_waiting(load, local)
         if load.state is LoadState.FOLLOWING and load.num_tokens:
@@ -366,10 +366,10 @@ class DecodeScheduler:
 
     def _is_short(self, load: Load, local: int) -> bool:
         """Return whether a prefill computes as fast what it would read."""
-        least = self._context.settings.kv_recompute_threshold
-        if load.num_tokens - local >= least:
+        threshold = self._context.settings.kv_recompute_threshold
+        if load.num_tokens - local >= threshold:
             return False
-        return load.num_tokens - self._hit_without_load(load.request, local) < least
+        return load.num_tokens - self._hit_without_load(load.request, local) < threshold
 
     def _hit_without_load(self, request: Request, local: int) -> int:
         """Return how many tokens vLLM would not compute: the hit that it names is that of full attention."""
@@ -382,7 +382,7 @@ class DecodeScheduler:
         """Return whether P still holds what is to be loaded; None if it has to answer first."""
         if not load.must_be_confirmed or load.remote is None:
             return True
-        held = self.renewer.held(load.remote.address, load.remote.claim(load.reader))
+        held = self.renewer.is_held(load.remote.address, load.remote.claim(load.reader))
         if held is None and time.monotonic() - load.since >= self._context.settings.handshake_timeout:
             # The read finds that P does not answer, and kv_load_failure_policy decides; a prefill computes instead.
             return load.purpose is Purpose.DECODE
@@ -390,16 +390,16 @@ class DecodeScheduler:
 
     # --- Blocks and reads ---------------------------------------------------------------------------------------
 
-    def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+    def on_blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Order the read into the blocks that vLLM has given a load; without external tokens nothing is loaded."""
-        self.failed.forget(request.request_id)
+        self.failed.on_blocks_or_end(request.request_id)
         load = self._compare_finished(self.pending.get(request.request_id))
         if load is None or load.state in (LoadState.PIECES, LoadState.LOADING, LoadState.FAILING):
             return
         if external <= 0:
             self._move(load, LoadEvent.NOTHING_TO_LOAD)
             return
-        self._digests.forget(load.request_id)
+        self._digests.discard_sums(load.request_id)
         load.begin_attempt()
         if load.state is LoadState.REFUSED:
             self._move(load, LoadEvent.BLOCKS)
@@ -448,13 +448,13 @@ class DecodeScheduler:
         """Act on what P says of a ticket whose request has no blocks yet."""
         ticket = load.ticket
         assert ticket is not None  # noqa: S101
-        if (params := ticket.conversation.handed_over()) is not None:
+        if (params := ticket.follower.handed_off_params()) is not None:
             self._move(load, LoadEvent.HANDED_OFF)
             load.since = time.monotonic()
             self._add_params(load, params)
         elif not is_sample(load.request_id):  # samples share what P holds: each reads it as a whole, when it is there
             try:
-                load.num_tokens = self._following.look(load.request, ticket) or 0
+                load.num_tokens = self._following.announced_tokens(load.request, ticket) or 0
             except OtherPromptError as error:
                 self._fall_back(load, "other_prompt", str(error))
             except KvhmaError as error:
@@ -463,14 +463,14 @@ class DecodeScheduler:
 
     def _read_next_piece(self, load: Load, ticket: FollowedLoad) -> None:
         """Order the next piece of a followed load, or the last one; unless a piece is being read."""
-        conversation, geometry = ticket.conversation, self._context.geometry
-        params = conversation.handed_over()
-        if ticket.reading or geometry is None:
+        follower, geometry = ticket.follower, self._context.geometry
+        params = follower.handed_off_params()
+        if ticket.is_reading or geometry is None:
             return
         if load.end is not None:
             self._move(load, LoadEvent.CANCELLED)
-        elif conversation.error:
-            load.refusal = _refused(conversation.error)
+        elif follower.error:
+            load.refusal = _refused(follower.error)
             self._move(load, LoadEvent.TICKET_LOST)
         elif params is not None:
             try:
@@ -506,13 +506,13 @@ class DecodeScheduler:
         for load in self._loads.comparing():  # what is scheduled in the next step is not claimed
             if not self._context.prompts.is_ready(load.request_id):
                 break
-            self._compare(load)
+            self._compare_prompt(load)
         metadata, self._metadata = self._metadata, StepMetadata()
         return metadata
 
-    def wait_for_others(self) -> None:
+    def wait_for_progress(self) -> None:
         """Wait a little for what pending loads wait for: progress of a followed prompt, the digest of one."""
-        self._following.wait_for_news(load.ticket for load in self.pending.values())
+        self._following.wait_for_progress(load.ticket for load in self.pending.values())
         for load in self._loads.comparing():  # the thread makes one after the other
             self._context.prompts.is_ready(load.request_id, _DIGEST_SECONDS)
             break
@@ -524,7 +524,7 @@ class DecodeScheduler:
             if load.state is not LoadState.LOADING or now - load.since >= _CLAIM_AFTER_SECONDS:
                 self._move(load, LoadEvent.LASTS)
 
-    def results(self, output: KVConnectorOutput) -> None:
+    def on_worker_results(self, output: KVConnectorOutput) -> None:
         """Act on the reads that have ended."""
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
@@ -544,7 +544,7 @@ class DecodeScheduler:
             if (load := self.pending.get(request_id)) is not None and load.attempt is not None:
                 load.attempt.verified_by_board = True
         for request_id, ranks in report.pieces.items():
-            self._following.note_piece(request_id, ranks, report.lost_pieces.get(request_id, ""))
+            self._following.on_piece_read(request_id, ranks, report.lost_pieces.get(request_id, ""))
         for request_id, failure in report.failures.items():
             if (load := self.pending.get(request_id)) is not None and load.attempt is not None:
                 load.attempt.rank_failed = True
@@ -570,7 +570,7 @@ class DecodeScheduler:
         else:
             event = LoadEvent.FAILED
             if recompute and load.end is None:
-                self.failed.note_failed(load.request_id)
+                self.failed.on_load_failed(load.request_id)
                 if load.refusal is None and attempt.number <= self._context.settings.load_retries:
                     event, load.waits_since = LoadEvent.FAILED_TRANSIENT, None
         self._move(load, event)
@@ -583,7 +583,7 @@ class DecodeScheduler:
             # What vLLM itself does with the recompute policy. It has not looked at the request yet.
             self._context.manager.free(request)
             request.num_computed_tokens = 0
-            self.failed.note_failed(load.request_id)
+            self.failed.on_load_failed(load.request_id)
 
     def _exclude_partial_blocks(self, request_id: str, first_tokens: Mapping[int, int]) -> None:
         """Exclude blocks that the read has not filled from their first token on from the prefix cache."""
@@ -593,9 +593,9 @@ class DecodeScheduler:
             if first_tokens and self._context.engine.keeps_answers:
                 self.unfilled[request_id] = dict(first_tokens)
 
-    def finish(self, request: Request) -> bool:
+    def on_request_finished(self, request: Request) -> bool:
         """Note that a request has ended; return whether it had a load."""
-        self.failed.forget(request.request_id)
+        self.failed.on_blocks_or_end(request.request_id)
         self._items_end.pop(request.request_id, None)
         load = self._compare_finished(self.pending.get(request.request_id))
         if load is None:
@@ -636,7 +636,7 @@ class DecodeScheduler:
         """Move a load on, and carry out what its machine asks for; `command` is the read that the event brings."""
         effects = self._loads.on(load, event)
         if load.state.is_end:
-            self._digests.forget(load.request_id)
+            self._digests.discard_sums(load.request_id)
         for effect in effects:
             self._carry_out(load, effect, command)
 
@@ -645,7 +645,7 @@ class DecodeScheduler:
         if effect is LoadEffect.ORDER and command is not None:
             self._metadata.loads.append(command)
         elif effect is LoadEffect.PLACE and command is not None and ticket is not None:
-            self._following.place(request_id, ticket, command)
+            self._following.on_blocks_allocated(request_id, ticket, command)
         elif effect is LoadEffect.CANCEL_READ:
             self._metadata.given_up.append(request_id)
         elif effect is LoadEffect.REPORT_FAILED and failure is not None:
@@ -656,28 +656,28 @@ class DecodeScheduler:
         elif effect is LoadEffect.CLAIM and load.remote is not None:
             claim = load.remote.claim(load.reader)
             every = max(_MIN_RENEWAL_SECONDS, load.remote.lease / _RENEWALS)
-            self.renewer.track(load.remote.address, claim, every=every)
+            self.renewer.track_claim(load.remote.address, claim, every=every)
             self._loads.claimed(load, claim)
         elif effect in (LoadEffect.RELEASE, LoadEffect.RELEASE_UNREAD):
-            self._release(load, read=effect is LoadEffect.RELEASE)
+            self._release_claim(load, read=effect is LoadEffect.RELEASE)
         elif effect is LoadEffect.RELEASE_FAILED:
             computes = self._context.engine.recompute or load.purpose is Purpose.NEXT_TURN
-            self._release(load, read=computes or load.end is End.ABORTED)
+            self._release_claim(load, read=computes or load.end is End.ABORTED)
         elif effect is LoadEffect.RELEASE_UNNOTIFIED:
             # What is claimed is released all the same: a renewal may have been on its way, and have claimed it again.
             if load.claim is not None or not self._worker_has_notified(load):
-                self._release(load, read=True)
+                self._release_claim(load, read=True)
         elif effect in _TICKET_ENDS and ticket is not None:
             load.ticket = None
-            self._following.stop(request_id, ticket, _TICKET_ENDS[effect])
+            self._following.stop_following(request_id, ticket, _TICKET_ENDS[effect])
 
     # --- Leases -------------------------------------------------------------------------------------------------
 
-    def _release(self, load: Load, *, read: bool) -> None:
+    def _release_claim(self, load: Load, *, read: bool) -> None:
         """Notify P that a reader is gone; if it has not `read`, another engine may be given the same parameters."""
         if load.remote is not None:
             outcome = self._read_outcome(load.remote) if read else Outcome.UNREAD
-            self.renewer.release(load.remote.address, load.remote.claim(load.reader), outcome)
+            self.renewer.release_claim(load.remote.address, load.remote.claim(load.reader), outcome)
 
     def _worker_notifies(self, remote: PrefillParams | None) -> bool:
         """Return whether the worker that reads a load notifies P itself; not before its digest was compared."""
@@ -695,8 +695,8 @@ class DecodeScheduler:
 
     def _read_outcome(self, remote: PrefillParams) -> Outcome:
         # Any of these may turn out to be a reader; if none is, P keeps the blocks for two seconds more.
-        uncompared = (load.remote for load in self._loads.comparing())
-        may_be_shared = any(other is not None and other.lease_key == remote.lease_key for other in uncompared)
+        uncompared = (load.remote for load in self._loads.comparing() if load.remote is not None)
+        may_be_shared = any(candidate.lease_key == remote.lease_key for candidate in uncompared)
         shared = may_be_shared or self._shared.get(remote.lease_key, False)
         return Outcome.READ_SHARED if shared else Outcome.READ
 

@@ -36,7 +36,7 @@ class PrefillDigests:
         self._wait_until = 0.0
         self._sums: dict[LeaseKey, tuple[ContentDigest, int] | None] = {}
 
-    def choose(self, remote: PrefillParams) -> PrefillParams:
+    def choose_request(self, remote: PrefillParams) -> PrefillParams:
         """Return the parameters of a request that has ended, with a seed if it is summed."""
         share = self._context.settings.content_digests
         if not share or random.random() >= share:  # noqa: S311
@@ -54,7 +54,7 @@ class PrefillDigests:
         """Whether workers have to be told of requests, or to tell what they have summed. D does not ask for longer."""
         return bool(self._sums) and time.monotonic() < self._wait_until
 
-    def forget(self, key: LeaseKey) -> None:
+    def on_lease_ended(self, key: LeaseKey) -> None:
         """Forget a request that is not kept any more."""
         self._sums.pop(key, None)
 
@@ -63,7 +63,7 @@ class PrefillDigests:
         orders, self._orders = self._orders, []
         return orders
 
-    def results(self, report: WorkerReport) -> None:
+    def on_worker_results(self, report: WorkerReport) -> None:
         """Take what some ranks have summed."""
         for key, sums in report.prefill_digests.items():
             if key not in self._sums:
@@ -88,7 +88,7 @@ class DecodeDigests:
         self._context = context
         self._sums: dict[str, LoadDigest] = {}
 
-    def forget(self, request_id: str) -> None:
+    def discard_sums(self, request_id: str) -> None:
         """Forget what ranks have read: the request is loaded anew, or not at all."""
         self._sums.pop(request_id, None)
 
@@ -101,11 +101,11 @@ class DecodeDigests:
             self._sums[request_id] = total
             if total.ranks == self._context.engine.workers:
                 del self._sums[request_id]
-                found[request_id] = self._compare(total)
+                found[request_id] = self._compare_sums(total)
         # Where one rank has failed, the others have nothing to wait for.
         return found | dict.fromkeys(report.failures)
 
-    def _compare(self, digest: LoadDigest) -> Failure | None:
+    def _compare_sums(self, digest: LoadDigest) -> Failure | None:
         stats = self._context.stats
         try:
             found, tokens = differences(digest.prefill, digest.decode, digest.seed)

@@ -6,7 +6,7 @@
     ticks         .     .     .     .     .     .     x  wakes the loop up, which frees the blocks
 
 A request whose blocks vLLM itself keeps for its connector makes it step without a pause, in the scheduler and in every
-worker, until they are free. Blocks that the connector keeps do not, see :mod:`kvhma.vllm.scheduler.kept_blocks`. What
+worker, until they are free. Blocks that the connector keeps do not, see :mod:`kvhma.vllm.scheduler.held_blocks`. What
 has ended meanwhile is nobody's to miss: a new request makes a step of its own.
 """
 
@@ -54,22 +54,22 @@ class EngineLoop:
         self._due = False
         """Whether a step was asked for and has not been made."""
         self._stepped_at = 0.0
-        self._resting = threading.Event()
+        self._is_sleeping = threading.Event()
         self._closed = threading.Event()
         self._thread: SupervisedThread | None = None
 
     def close(self) -> None:
         """Wake nobody up any more."""
         self._closed.set()
-        self._resting.set()
+        self._is_sleeping.set()
         if self._thread is not None:
             self._thread.join()
 
-    def stepped(self) -> None:
+    def on_step(self) -> None:
         """Take note that a step is made."""
         self._due, self._stepped_at = False, time.monotonic()
 
-    def goes_on(self) -> bool:
+    def must_step(self) -> bool:
         """Return whether the next step is to be made now, though nothing is computed. To be called by vLLM's loop."""
         if self._leases.is_empty:
             self._due = False
@@ -81,14 +81,14 @@ class EngineLoop:
             return True
         if self._thread is None:
             self._thread = SupervisedThread("kvhma-leases", self._tick, self._counters)
-        self._resting.set()
+        self._is_sleeping.set()
         return False
 
     def _tick(self) -> None:
         while not self._closed.is_set():
             if self._leases.is_empty:  # else this has begun again
-                self._resting.wait()
-            self._resting.clear()
+                self._is_sleeping.wait()
+            self._is_sleeping.clear()
             while not self._leases.is_empty and not self._closed.wait(_TICK_SECONDS):
                 if self._leases.has_ended() or time.monotonic() - self._stepped_at >= _STEP_SECONDS:
                     self._wake_up()

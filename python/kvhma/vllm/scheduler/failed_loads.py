@@ -22,11 +22,11 @@ class FailedLoads:
         self._yielded_at: dict[str, float | None] = {}
         """When each has yielded; None before."""
 
-    def note_failed(self, request_id: str) -> None:
+    def on_load_failed(self, request_id: str) -> None:
         """Note that a load has failed, and holds no blocks any more."""
         self._yielded_at[request_id] = None
 
-    def forget(self, request_id: str) -> None:
+    def on_blocks_or_end(self, request_id: str) -> None:
         """Note that a request has blocks again, or has ended."""
         self._yielded_at.pop(request_id, None)
 

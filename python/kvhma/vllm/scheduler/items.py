@@ -34,20 +34,22 @@ def items_of(request: Request, num_tokens: int, *, shapes: bool) -> tuple[Item, 
     """Return the items that begin among the first tokens of a request, in their order; without shapes if not asked."""
     return tuple(
         Item(
-            one.identifier,
-            one.modality,
-            one.mm_position.offset,
-            one.mm_position.length,
-            _shape(one) if shapes else _NOT_KNOWN,
+            feature.identifier,
+            feature.modality,
+            feature.mm_position.offset,
+            feature.mm_position.length,
+            _shape(feature) if shapes else _NOT_KNOWN,
         )
-        for one in request.mm_features
-        if one.mm_position.offset < num_tokens
+        for feature in request.mm_features
+        if feature.mm_position.offset < num_tokens
     )
 
 
 def _shape(feature: MultiModalFeatureSpec) -> str:
     """Return a digest of the fields that vLLM keeps for positions, if they are here: they may be in shared memory."""
-    fields = {key: one.data for key, one in (feature.data or {}).items() if getattr(one.field, "keep_on_cpu", False)}
+    fields = {
+        key: field.data for key, field in (feature.data or {}).items() if getattr(field.field, "keep_on_cpu", False)
+    }
     if not fields:
         return _NOT_KNOWN
     return hashlib.blake2b(json.dumps(fields, default=_plain, sort_keys=True).encode(), digest_size=16).hexdigest()

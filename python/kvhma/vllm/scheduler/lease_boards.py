@@ -21,7 +21,7 @@ class LeaseBoards:
         self._boards = [board for file in files if (board := _open(file)) is not None]
         self._free = list(range(2 * MARK_BYTES, BOARD_BYTES, MARK_BYTES)) if self._boards else []
 
-    def show(self, mark: bytes) -> int | None:
+    def show_mark(self, mark: bytes) -> int | None:
         """Show a mark; return its place, None if there is no room for it."""
         if not self._free:
             return None
@@ -29,7 +29,7 @@ class LeaseBoards:
         self._write(place, mark)
         return place
 
-    def hide(self, place: int | None) -> None:
+    def hide_mark(self, place: int | None) -> None:
         """Take a mark away. Nobody finds it any more when this returns."""
         if place is not None:
             self._write(place, bytes(MARK_BYTES))

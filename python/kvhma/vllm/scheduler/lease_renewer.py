@@ -24,13 +24,13 @@ from kvhma.vllm.wire.secrets import Secrets
 _KEPT_SECONDS = 60.0
 """How long a connection, and a thread, is kept that has nothing to do."""
 
-_PROMPT_SECONDS = 1.0
+_RESPONSIVE_SECONDS = 1.0
 """An engine is prompt if the last conversation with it took no longer."""
 
 _CLOSE_SECONDS = 1.0
 """How long the end of the engine waits for conversations."""
 
-_STRANGERS_SHARE = 3 / 4
+_UNKNOWN_PEER_SHARE = 3 / 4
 """Share of the threads that may wait at a time for engines that are not known to be prompt."""
 
 _MAX_KNOWN = 4096
@@ -95,7 +95,7 @@ class _Session:
             return self.used_at + _KEPT_SECONDS
         return max(self.retry_at, 0.0 if self.fresh or self.releases else self.renew_at)
 
-    def track(self, claim: LeaseClaim, every: float, now: float) -> None:
+    def track_claim(self, claim: LeaseClaim, every: float, now: float) -> None:
         """Renew a claim at once, and from then on."""
         if claim not in self.claims:
             self.claims[claim] = None
@@ -103,7 +103,7 @@ class _Session:
         self.every = min(self.every, every)
         self.renew_at = min(self.renew_at, now + self.every)
 
-    def release(self, claim: LeaseClaim, outcome: Outcome) -> None:
+    def release_claim(self, claim: LeaseClaim, outcome: Outcome) -> None:
         """Release a claim, and renew it no more."""
         self.claims.pop(claim, None)
         self.releases.append(_Released(claim, outcome))
@@ -120,7 +120,7 @@ class _Session:
             self.renew_at = now + self.every
         return claims, releases
 
-    def note(self, claims: Sequence[LeaseClaim], states: Sequence[LeaseState]) -> None:
+    def note_states(self, claims: Sequence[LeaseClaim], states: Sequence[LeaseState]) -> None:
         """Take what P says of claims."""
         for claim, state in zip(claims, states, strict=True):
             if claim in self.claims:
@@ -134,7 +134,7 @@ class LeaseRenewer:
     there is something to say, and take the next conversation that is due::
 
         track, release --> _Session of P1 ---.            .--> thread: renew, release, wait for P1
-                           _Session of P2 ----+- due -> _next --> thread: ...
+                           _Session of P2 ----+- due -> _next_session --> thread: ...
                            _Session of P3 ---'            (prompt ones first)
 
     There are at most `max_peers` threads. More engines than that are served in turns. Engines that never answered, or
@@ -154,10 +154,10 @@ class LeaseRenewer:
         self._timeout = timeout
         self._secrets = secrets
         self._max_threads = max(2, max_peers)
-        self._max_strangers = int(self._max_threads * _STRANGERS_SHARE)
+        self._max_unknown_peers = int(self._max_threads * _UNKNOWN_PEER_SHARE)
         self._changed = threading.Condition()
         self._sessions: dict[Address, _Session] = {}
-        self._prompt: OrderedDict[Address, None] = OrderedDict()
+        self._responsive: OrderedDict[Address, None] = OrderedDict()
         """Engines that were prompt when they were last asked."""
         self._threads: list[SupervisedThread] = []
         self._running = 0
@@ -165,23 +165,23 @@ class LeaseRenewer:
         """Threads that wait until a conversation is due."""
         self._closing = False
 
-    def track(self, address: Address, claim: LeaseClaim, *, every: float) -> None:
+    def track_claim(self, address: Address, claim: LeaseClaim, *, every: float) -> None:
         """Renew a claim from now on, `every` so many seconds."""
         with self._changed:
-            self._session(address).track(claim, every, time.monotonic())
+            self._session(address).track_claim(claim, every, time.monotonic())
             self._wake()
 
-    def held(self, address: Address, claim: LeaseClaim) -> bool | None:
+    def is_held(self, address: Address, claim: LeaseClaim) -> bool | None:
         """Return whether P held what is tracked when it was last asked; None as long as it has not answered."""
         with self._changed:
             session = self._sessions.get(address)
             state = None if session is None else session.claims.get(claim)
         return None if state is None else state is LeaseState.HELD
 
-    def release(self, address: Address, claim: LeaseClaim, outcome: Outcome) -> None:
+    def release_claim(self, address: Address, claim: LeaseClaim, outcome: Outcome) -> None:
         """Tell P that a claim is not needed any more, and why; stop to renew it."""
         with self._changed:
-            self._session(address).release(claim, outcome)
+            self._session(address).release_claim(claim, outcome)
             self._wake()
 
     def close(self) -> None:
@@ -211,18 +211,22 @@ class LeaseRenewer:
         """Give a conversation up if there are too many, one that has nothing to renew if possible; lock held."""
         if len(self._sessions) < max(_MAX_SESSIONS, 4 * self._max_threads):
             return
-        strangers = (one for one in self._sessions.values() if not one.busy and one.address not in self._prompt)
-        given_up = min(strangers, key=lambda one: bool(one.claims), default=None)
-        if given_up is not None:
-            del self._sessions[given_up.address]
-            _disconnect(given_up)
-            if number := len(given_up.claims) + len(given_up.releases):
-                self._counters.count("abandoned_leases", number)
+        unknown = (
+            session
+            for session in self._sessions.values()
+            if not session.busy and session.address not in self._responsive
+        )
+        evicted = min(unknown, key=lambda session: bool(session.claims), default=None)
+        if evicted is not None:
+            del self._sessions[evicted.address]
+            _disconnect(evicted)
+            if number := len(evicted.claims) + len(evicted.releases):
+                self._counters.count("forgotten_leases", number)
                 peer_log.logger.warning(
                     "kvhma: %d leases at %s are neither renewed nor released any more: it has not answered yet, and "
                     "there are leases at %d other engines",
                     number,
-                    given_up.address,
+                    evicted.address,
                     len(self._sessions),
                 )
 
@@ -235,7 +239,7 @@ class LeaseRenewer:
             self._threads.append(SupervisedThread("kvhma-lease-renewer", self._run, self._counters))
 
     def _run(self) -> None:
-        while (session := self._next()) is not None:
+        while (session := self._next_session()) is not None:
             try:
                 self._talk(session)
             finally:
@@ -245,16 +249,16 @@ class LeaseRenewer:
                 if closing:
                     _disconnect(session)
 
-    def _next(self) -> _Session | None:
+    def _next_session(self) -> _Session | None:
         """Wait for a conversation that is due, and return it; None for the thread's end."""
         idle_since = time.monotonic()
         with self._changed:
             while not self._closing:
                 now = time.monotonic()
-                session = self._choose(now)
+                session = self._choose_session(now)
                 if session is not None:
                     session.busy = True
-                    if any(not other.busy for other in self._sessions.values()):
+                    if any(not session.busy for session in self._sessions.values()):
                         self._wake()  # somebody has to wait for the others
                     return session
                 if now - idle_since > _KEPT_SECONDS and (self._idle or not self._sessions):
@@ -267,19 +271,21 @@ class LeaseRenewer:
             self._running -= 1
         return None
 
-    def _choose(self, now: float) -> _Session | None:
+    def _choose_session(self, now: float) -> _Session | None:
         """Return what is due: prompt engines first, then those that were never tried, then those that failed."""
-        strangers = sum(one.busy and one.address not in self._prompt for one in self._sessions.values())
+        unknown = sum(session.busy and session.address not in self._responsive for session in self._sessions.values())
         due = [
-            one
-            for one in self._sessions.values()
-            if not one.busy and one.due_at <= now and (one.address in self._prompt or strangers < self._max_strangers)
+            session
+            for session in self._sessions.values()
+            if not session.busy
+            and session.due_at <= now
+            and (session.address in self._responsive or unknown < self._max_unknown_peers)
         ]
-        return min(due, key=lambda one: (one.address not in self._prompt, one.due_at), default=None)
+        return min(due, key=lambda session: (session.address not in self._responsive, session.due_at), default=None)
 
     def _pause(self, now: float) -> float:
         """Return the seconds until the next conversation is due, at most those that a thread is kept for nothing."""
-        due = [one.due_at for one in self._sessions.values() if not one.busy and one.due_at > now]
+        due = [session.due_at for session in self._sessions.values() if not session.busy and session.due_at > now]
         return min(min(due, default=math.inf) - now, _KEPT_SECONDS)
 
     # --- one conversation, in its thread -------------------------------------------------------------------
@@ -295,26 +301,26 @@ class LeaseRenewer:
         if ended:
             _disconnect(session)
             return
-        unsaid = list(releases)
+        unsent = list(releases)
         try:
-            for some in _chunks(claims):
-                self._renew(session, some)
+            for chunk in _chunks(claims):
+                self._renew_claims(session, chunk)
             for outcome, released in groupby(releases, key=lambda release: release.outcome):
-                for others in _chunks(list(released)):
-                    self._ask(session, Release([write_claim(one.claim) for one in others], outcome), Done)
-                    del unsaid[: len(others)]
+                for part in _chunks(list(released)):
+                    self._ask(session, Release([write_claim(release.claim) for release in part], outcome), Done)
+                    del unsent[: len(part)]
         except HandshakeError as error:
             _disconnect(session)
-            self._note_end(session, begun, error, unsaid)
+            self._note_end(session, begun, error, unsent)
         else:
             self._note_end(session, begun, None)
 
-    def _renew(self, session: _Session, claims: list[LeaseClaim]) -> None:
+    def _renew_claims(self, session: _Session, claims: list[LeaseClaim]) -> None:
         answer = self._ask(session, Renew([write_claim(claim) for claim in claims]), Leases)
         if len(answer.states) != len(claims):
             raise HandshakeError(f"{len(claims)} claims, {len(answer.states)} answers")
         with self._changed:
-            session.note(claims, answer.states)
+            session.note_states(claims, answer.states)
 
     def _ask(self, session: _Session, question: Renew | Release, kind: type[AnswerT]) -> AnswerT:
         """Ask over the connection, or over a new one if P has ended that, as it does with those that are not used."""
@@ -333,22 +339,22 @@ class LeaseRenewer:
         return session.client.ask(question, kind)
 
     def _note_end(
-        self, session: _Session, begun: float, error: HandshakeError | None, unsaid: Sequence[_Released] = ()
+        self, session: _Session, begun: float, error: HandshakeError | None, unsent: Sequence[_Released] = ()
     ) -> None:
-        """Take note of how a conversation went, and what is `unsaid`: late engines wait behind prompt ones."""
+        """Take note of how a conversation went, and what is `unsent`: late engines wait behind prompt ones."""
         now = time.monotonic()
         with self._changed:
             session.used_at = now
-            was_prompt = session.address in self._prompt
-            self._prompt.pop(session.address, None)
-            if error is None and now - begun <= _PROMPT_SECONDS:
-                self._prompt[session.address] = None
-                if len(self._prompt) > _MAX_KNOWN:
-                    self._prompt.popitem(last=False)
+            was_responsive = session.address in self._responsive
+            self._responsive.pop(session.address, None)
+            if error is None and now - begun <= _RESPONSIVE_SECONDS:
+                self._responsive[session.address] = None
+                if len(self._responsive) > _MAX_KNOWN:
+                    self._responsive.popitem(last=False)
             if error is not None:
-                session.retry_at = now + (min(self._timeout, session.every) if was_prompt else self._timeout)
+                session.retry_at = now + (min(self._timeout, session.every) if was_responsive else self._timeout)
                 session.renew_at = 0.0 if session.claims else math.inf
-                session.releases[:0] = [one._replace(again=True) for one in unsaid if not one.again]
+                session.releases[:0] = [release._replace(again=True) for release in unsent if not release.again]
             first_failure = error is not None and not session.failed
             session.failed = error is not None
         if first_failure:

@@ -56,29 +56,29 @@ class LeaseEnd(enum.Enum):
     UNREAD = "unread"
     """Its lease ended, and who had claimed it had released it unread."""
 
-    DROPPED = "dropped"
+    EVICTED = "evicted"
     """Nobody had claimed or read it, and newer ones needed its place."""
 
     SLEPT = "slept"
     """The engine slept, and what it held is gone."""
 
-    ANSWER_READ = "read answer"
+    KEPT_TURN_READ = "read answer"
     """It was an answer, and was read."""
 
-    ANSWER_EXPIRED = "expired answer"
+    KEPT_TURN_EXPIRED = "expired answer"
     """It was an answer, and no next turn has read it in time."""
 
-    ANSWER_GIVEN_UP = "given up answer"
+    KEPT_TURN_EVICTED = "given up answer"
     """It was an answer, and others needed its blocks."""
 
 
-ANSWER_ENDS = {
-    LeaseEnd.READ: LeaseEnd.ANSWER_READ,
-    LeaseEnd.UNCLAIMED: LeaseEnd.ANSWER_EXPIRED,
-    LeaseEnd.NOT_RENEWED: LeaseEnd.ANSWER_EXPIRED,
-    LeaseEnd.UNREAD: LeaseEnd.ANSWER_EXPIRED,
-    LeaseEnd.DROPPED: LeaseEnd.ANSWER_GIVEN_UP,
-    LeaseEnd.SLEPT: LeaseEnd.ANSWER_GIVEN_UP,
+KEPT_TURN_ENDS = {
+    LeaseEnd.READ: LeaseEnd.KEPT_TURN_READ,
+    LeaseEnd.UNCLAIMED: LeaseEnd.KEPT_TURN_EXPIRED,
+    LeaseEnd.NOT_RENEWED: LeaseEnd.KEPT_TURN_EXPIRED,
+    LeaseEnd.UNREAD: LeaseEnd.KEPT_TURN_EXPIRED,
+    LeaseEnd.EVICTED: LeaseEnd.KEPT_TURN_EVICTED,
+    LeaseEnd.SLEPT: LeaseEnd.KEPT_TURN_EVICTED,
 }
 """Why an answer left the table, by why another request would have."""
 
@@ -99,13 +99,13 @@ class LeaseUsage:
         blocks: that they pin; those of a shared prefix count once.
         oldest_unread_seconds: since the oldest one that nobody has claimed or read had finished; 0 without one. Answers
             do not count: nobody may ever ask for them.
-        answers: how many of the requests are answers.
+        kept_turns: how many of the requests are answers.
     """
 
     requests: int
     blocks: int
     oldest_unread_seconds: float
-    answers: int = 0
+    kept_turns: int = 0
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ class _Held:
         blocks: their ids, each once, as vLLM's tables have them.
         since: when it had finished.
         expires: when its lease ends.
-        answer: whether it is an answer, kept for the next turn of its conversation.
+        is_turn: whether it is an answer, kept for the next turn of its conversation.
         readers: who has claimed it and not released it yet, and until when that counts if it is not renewed.
         claimed: whether it ever had a reader.
         read: whether a reader has read it, or does not need it any more.
@@ -131,7 +131,7 @@ class _Held:
     blocks: Blocks
     since: float
     expires: float
-    answer: bool = False
+    is_turn: bool = False
     readers: dict[int, float] = field(default_factory=dict)
     claimed: bool = False
     read: bool = False
@@ -195,24 +195,24 @@ class LeaseTable:
         """In the order in which they finished."""
         self._ended: dict[LeaseEnd, list[EndedLease]] = {}
         self._without_reader = BlockUsers()
-        self._kept = BlockUsers()
+        self._held_blocks = BlockUsers()
         self._boards = LeaseBoards()
 
-    def show_on(self, boards: LeaseBoards) -> None:
+    def show_on_boards(self, boards: LeaseBoards) -> None:
         """Show on these boards what is kept from now on."""
         with self._lock:
             for held in self._held.values():
-                self._boards.hide(held.place)
+                self._boards.hide_mark(held.place)
                 held.place = None
             self._boards = boards
 
-    def add(
+    def hold(
         self,
         key: LeaseKey,
         digest: bytes,
         blocks: Sequence[int] | Blocks,
         *,
-        answer_seconds: float | None = None,
+        turn_seconds: float | None = None,
     ) -> None:
         """Keep a request that has finished.
 
@@ -220,52 +220,52 @@ class LeaseTable:
             key: names it, with a new generation.
             digest: of the parameters that are handed out for it.
             blocks: ids of the blocks that are kept for it, each once, in any order.
-            answer_seconds: for how long it is kept if nobody claims it; None if it is no answer, but for a lease.
+            turn_seconds: for how long it is kept if nobody claims it; None if it is no answer, but for a lease.
         """
         now = time.monotonic()
-        seconds = self._lease if answer_seconds is None else answer_seconds
-        held = _Held(digest, np.asarray(blocks, np.int64), now, now + seconds, answer_seconds is not None)
+        seconds = self._lease if turn_seconds is None else turn_seconds
+        held = _Held(digest, np.asarray(blocks, np.int64), now, now + seconds, turn_seconds is not None)
         mark = mark_of(key, digest)
         with self._lock:
-            held.place = self._boards.show(mark)
+            held.place = self._boards.show_mark(mark)
             self._held[key] = held
             self._without_reader.add(held.blocks)
-            self._kept.add(held.blocks)
-            self._drop_oldest(keep=key)
+            self._held_blocks.add(held.blocks)
+            self._evict_oldest(spared=key)
 
-    def _drop_oldest(self, keep: LeaseKey) -> None:
+    def _evict_oldest(self, spared: LeaseKey) -> None:
         bound = self.max_unread_blocks
         if bound is None or self._without_reader.used <= bound:
             return
-        unread = [(key, held) for key, held in self._held.items() if not held.readers and key != keep]
-        unread.sort(key=lambda one: not one[1].answer)
+        unread = [(key, held) for key, held in self._held.items() if not held.readers and key != spared]
+        unread.sort(key=lambda item: not item[1].is_turn)
         for key, held in unread:
             if self._without_reader.has_own(held.blocks):  # else nothing is gained: newer ones keep the same
-                self._end(key, LeaseEnd.DROPPED)
+                self._end_lease(key, LeaseEnd.EVICTED)
             if self._without_reader.used <= bound:
                 return
 
-    def answers(self) -> list[tuple[LeaseKey, Blocks]]:
+    def kept_turns(self) -> list[tuple[LeaseKey, Blocks]]:
         """Return the answers and their blocks in the order in which they are given up: those being read go last."""
         with self._lock:
-            found = [(key, held) for key, held in self._held.items() if held.answer]
-        found.sort(key=lambda one: bool(one[1].readers))
+            found = [(key, held) for key, held in self._held.items() if held.is_turn]
+        found.sort(key=lambda item: bool(item[1].readers))
         return [(key, held.blocks) for key, held in found]
 
-    def give_up(self, key: LeaseKey) -> None:
+    def evict(self, key: LeaseKey) -> None:
         """Give up an answer, whoever reads it."""
         with self._lock:
             if key in self._held:
-                self._end(key, LeaseEnd.DROPPED)
+                self._end_lease(key, LeaseEnd.EVICTED)
 
     def renew(self, claims: Sequence[LeaseClaim]) -> list[LeaseState]:
         """Extend leases, and take readers that are new; return the state of each claim."""
         now = time.monotonic()
         with self._lock:
-            return [self._renew(claim, now) for claim in claims]
+            return [self._renew_claim(claim, now) for claim in claims]
 
-    def _renew(self, claim: LeaseClaim, now: float) -> LeaseState:
-        state, held = self._find(claim, now)
+    def _renew_claim(self, claim: LeaseClaim, now: float) -> LeaseState:
+        state, held = self._find_claimed(claim, now)
         if held is not None:
             if not held.readers:
                 self._without_reader.remove(held.blocks)
@@ -273,26 +273,26 @@ class LeaseTable:
             held.expires = max(held.expires, now + self._lease)
         return state
 
-    def _find(self, claim: LeaseClaim, now: float) -> tuple[LeaseState, _Held | None]:
+    def _find_claimed(self, claim: LeaseClaim, now: float) -> tuple[LeaseState, _Held | None]:
         """Return the state of a claim, and what is held for it, which was claimed by now."""
         held = self._held.get(claim.key)
         if held is None:
             return LeaseState.ENDED, None
-        if not self._is_of(held, claim):
+        if not self._is_of_params(held, claim):
             return LeaseState.OTHER, None
-        if not self._admit(held, claim.reader, now):
+        if not self._admit_reader(held, claim.reader, now):
             return LeaseState.FULL, None
         # One whose time was up counts as held: only `drain_ended` gives its blocks back, and it has not yet.
         held.claimed, held.overdue_since = True, None
         return LeaseState.HELD, held
 
-    def _is_of(self, held: _Held, claim: LeaseClaim) -> bool:
+    def _is_of_params(self, held: _Held, claim: LeaseClaim) -> bool:
         """Return whether a claim is one of the parameters that were handed out."""
         same = hmac.compare_digest(held.digest, claim.digest)
         self._digests_refused += not same
         return same
 
-    def _admit(self, held: _Held, reader: int, now: float) -> bool:
+    def _admit_reader(self, held: _Held, reader: int, now: float) -> bool:
         """Return whether there is room for a reader; those that do not renew any more make room."""
         if reader not in held.readers and len(held.readers) >= MAX_READERS:
             for known in [known for known, until in held.readers.items() if until <= now]:
@@ -301,17 +301,20 @@ class LeaseTable:
                 self._without_reader.add(held.blocks)
         return reader in held.readers or len(held.readers) < MAX_READERS
 
-    def finish(self, claims: Sequence[LeaseClaim], outcomes: Sequence[Outcome]) -> list[LeaseState]:
+    def check_and_release(self, claims: Sequence[LeaseClaim], outcomes: Sequence[Outcome]) -> list[LeaseState]:
         """Return the state of each claim as :meth:`renew` does, and release those that are held, as :meth:`release`."""
         now = time.monotonic()
         with self._lock:
-            return [self._finish(claim, outcome, now) for claim, outcome in zip(claims, outcomes, strict=True)]
+            return [
+                self._check_and_release_claim(claim, outcome, now)
+                for claim, outcome in zip(claims, outcomes, strict=True)
+            ]
 
-    def _finish(self, claim: LeaseClaim, outcome: Outcome, now: float) -> LeaseState:
-        state, held = self._find(claim, now)
+    def _check_and_release_claim(self, claim: LeaseClaim, outcome: Outcome, now: float) -> LeaseState:
+        state, held = self._find_claimed(claim, now)
         if held is not None:
             held.expires = max(held.expires, now + self._lease)
-            self._release(held, claim, outcome, now)
+            self._release_reader(held, claim, outcome, now)
         return state
 
     def note_content(self, key: LeaseKey, content: bytes) -> None:
@@ -327,7 +330,7 @@ class LeaseTable:
         with self._lock:
             for claim in claims:
                 held = self._held.get(claim.key)
-                content = held.content if held is not None and self._is_of(held, claim) else None
+                content = held.content if held is not None and self._is_of_params(held, claim) else None
                 fits = content is not None and len(content) <= room
                 found.append(content if fits else None)
                 room -= len(content) if content is not None and fits else 0
@@ -343,10 +346,10 @@ class LeaseTable:
         with self._lock:
             for claim in claims:
                 held = self._held.get(claim.key)
-                if held is not None and self._is_of(held, claim):
-                    self._release(held, claim, outcome, now)
+                if held is not None and self._is_of_params(held, claim):
+                    self._release_reader(held, claim, outcome, now)
 
-    def _release(self, held: _Held, claim: LeaseClaim, outcome: Outcome, now: float) -> None:
+    def _release_reader(self, held: _Held, claim: LeaseClaim, outcome: Outcome, now: float) -> None:
         if held.readers.pop(claim.reader, None) is not None and not held.readers:
             self._without_reader.add(held.blocks)
         if outcome is not Outcome.UNREAD:
@@ -356,16 +359,16 @@ class LeaseTable:
         if held.read:
             held.expires = min(held.expires, max(now, held.late_readers_until, *held.readers.values()))
             if not held.readers and held.expires <= now:
-                self._end(claim.key, LeaseEnd.READ)
+                self._end_lease(claim.key, LeaseEnd.READ)
 
-    def _end(self, key: LeaseKey, why: LeaseEnd) -> None:
+    def _end_lease(self, key: LeaseKey, why: LeaseEnd) -> None:
         held = self._held[key]
-        self._boards.hide(held.place)  # before anybody can hear that the blocks may be freed
-        self._kept.remove(held.blocks)
+        self._boards.hide_mark(held.place)  # before anybody can hear that the blocks may be freed
+        self._held_blocks.remove(held.blocks)
         if not held.readers:
             self._without_reader.remove(held.blocks)
         why = LeaseEnd.READ if held.read else why
-        self._ended.setdefault(ANSWER_ENDS[why] if held.answer else why, []).append(EndedLease(key, held.blocks))
+        self._ended.setdefault(KEPT_TURN_ENDS[why] if held.is_turn else why, []).append(EndedLease(key, held.blocks))
         del self._held[key]  # after that: who sees it in neither frees nothing, and may rest for long
         self._has_ended.notify()
 
@@ -393,7 +396,7 @@ class LeaseTable:
         now = time.monotonic()
         with self._lock:
             for key in [key for key, held in self._held.items() if held.check_over(now)]:
-                self._end(key, self._held[key].why_ended())
+                self._end_lease(key, self._held[key].why_ended())
             ended, self._ended = self._ended, {}
         return ended
 
@@ -401,7 +404,7 @@ class LeaseTable:
         """End every lease: what was kept is gone."""
         with self._lock:
             for key in list(self._held):
-                self._end(key, LeaseEnd.SLEPT)
+                self._end_lease(key, LeaseEnd.SLEPT)
 
     def take_digests_refused(self) -> int:
         """Return how many claims and releases since the last call had a digest that is not their request's."""
@@ -415,9 +418,9 @@ class LeaseTable:
         """Return what is kept now."""
         now = time.monotonic()
         with self._lock:
-            unread = (one.since for one in self._held.values() if not (one.readers or one.read or one.answer))
-            answers = sum(held.answer for held in self._held.values())
-            return LeaseUsage(len(self._held), self._kept.used, now - next(unread, now), answers)
+            unread = (held.since for held in self._held.values() if not (held.readers or held.read or held.is_turn))
+            turns = sum(held.is_turn for held in self._held.values())
+            return LeaseUsage(len(self._held), self._held_blocks.used, now - next(unread, now), turns)
 
     def __len__(self) -> int:
         return len(self._held)

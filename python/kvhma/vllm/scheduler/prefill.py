@@ -17,10 +17,10 @@ from kvhma.text import one_line
 from kvhma.vllm.metadata import LocalWorkerIdentity, StepMetadata
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.digests import PrefillDigests
+from kvhma.vllm.scheduler.held_blocks import free_blocks, hold_blocks
 from kvhma.vllm.scheduler.items import items_of
-from kvhma.vllm.scheduler.kept_blocks import free_blocks, keep_blocks
 from kvhma.vllm.scheduler.lease_boards import LeaseBoards
-from kvhma.vllm.scheduler.lease_table import ANSWER_ENDS, EndedLease, LeaseEnd
+from kvhma.vllm.scheduler.lease_table import KEPT_TURN_ENDS, EndedLease, LeaseEnd
 from kvhma.vllm.scheduler.settling import SettlingRequests
 from kvhma.vllm.slots import Slots
 from kvhma.vllm.wire import peer_log
@@ -99,7 +99,7 @@ class PrefillScheduler:
             context.leases.end_all()
             self.settling.end_all()
         self._hellos = signed
-        context.leases.show_on(LeaseBoards(hello.board for hello in hellos.values() if hello.board is not None))
+        context.leases.show_on_boards(LeaseBoards(hello.board for hello in hellos.values() if hello.board is not None))
         self._listener = Listener(
             context.engine.bind or context.engine.address,
             LocalEngine(context.engine.engine_id, self._incarnation_id, signed, context.engine.address),
@@ -108,9 +108,9 @@ class PrefillScheduler:
             counters=context.stats,
             tickets=self.settling.tickets,
         )
-        self.settling.tickets.on_news = self._listener.notify_progress
+        self.settling.tickets.on_progress = self._listener.tell
 
-    def add(self, request: Request) -> None:
+    def on_request_added(self, request: Request) -> None:
         """Take a new request whose decode another engine does."""
         # Log-probabilities of the prompt are wanted of all of its tokens; one that is resumable goes on.
         if self._left_to_d(request) and not (request.get_skip_reading_prefix_cache() or request.resumable):
@@ -123,14 +123,14 @@ class PrefillScheduler:
             engine.address, engine.engine_id, self._incarnation_id, engine.ranks_of_stage, engine.pp_size
         )
         total = request.num_prompt_tokens - self._left_to_d(request)
-        if not self.settling.add(request, source, total):
-            self._context.prompts.begin(request, total)
+        if not self.settling.on_request_added(request, source, total):
+            self._context.prompts.begin_digest(request, total)
 
-    def step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
+    def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
         """Free the blocks that are not kept any more, and tell the workers what to sum and to copy to host memory."""
-        metadata.step = self.settling.step(output)
+        metadata.step = self.settling.on_step(output)
         metadata.digests = self.digests.take_orders()
-        self.free_ended()
+        self.free_ended_leases()
         if refused := self._context.leases.take_digests_refused():
             self._context.stats.count("digest_refused", refused)
             peer_log.logger.warning(
@@ -139,14 +139,14 @@ class PrefillScheduler:
         if self._to_stage:
             metadata.copy_to_host = self._finished_prefills(output)
 
-    def free_ended(self) -> bool:
+    def free_ended_leases(self) -> bool:
         """Free the blocks that are not kept any more; return whether there were any."""
         ended = self._context.leases.drain_ended()
         if ended:
-            self._note_ended(ended)
+            self._free_ended(ended)
         return bool(ended)
 
-    def _note_ended(self, ended: Mapping[LeaseEnd, Sequence[EndedLease]]) -> None:
+    def _free_ended(self, ended: Mapping[LeaseEnd, Sequence[EndedLease]]) -> None:
         """Free the blocks of requests that are not kept any more; count and log those that were not read."""
         stats, manager = self._context.stats, self._context.manager
         for why, text in _UNREAD.items():
@@ -155,40 +155,46 @@ class PrefillScheduler:
                 logger.warning(
                     "kvhma: the lease ended before the request was read: %s (%d requests: %s)", text, *_some(unread)
                 )
-        if dropped := ended.get(LeaseEnd.DROPPED):
-            stats.count("held_dropped", len(dropped))
+        if evicted := ended.get(LeaseEnd.EVICTED):
+            stats.count("held_dropped", len(evicted))
             peer_log.logger.warning(
                 "kvhma: the oldest requests that no decode engine has asked for are given up, since they keep more "
                 "blocks than max_held_share allows (%d requests: %s)",
-                *_some(dropped),
+                *_some(evicted),
             )
-        for why in set(ANSWER_ENDS.values()):
-            if answers := ended.get(why):
-                stats.count("answers", len(answers), label=why.value.removesuffix(" answer"))
+        for why in set(KEPT_TURN_ENDS.values()):
+            if turns := ended.get(why):
+                stats.count("answers", len(turns), label=why.value.removesuffix(" answer"))
         for key, blocks in itertools.chain.from_iterable(ended.values()):
-            self._slots.release_slots(self._slots_held.pop(key, ()))
-            self.digests.forget(key)
+            self._slots.release(self._slots_held.pop(key, ()))
+            self.digests.on_lease_ended(key)
             if manager is not None:
                 free_blocks(manager.block_pool, blocks)
 
-    def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+    def on_request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """Keep the blocks of a request that has ended, if a decode engine is to read them.
 
         Returns:
             ``kv_transfer_params`` for the decode request; None if the blocks are not kept.
         """
-        kept = self._keep(request, tables)
-        params, claim = (None, None) if kept is None else kept
-        self.settling.finish(request.request_id, params, claim)
-        self._context.prompts.forget(request.request_id)
+        held = self._hold_blocks(request, tables)
+        params, claim = (None, None) if held is None else held
+        self.settling.on_request_finished(request.request_id, params, claim)
+        self._context.prompts.cancel_digest(request.request_id)
         return params
 
-    def _keep(self, request: Request, tables: Sequence[Sequence[int]]) -> tuple[dict[str, Any], LeaseClaim] | None:
+    def _hold_blocks(
+        self, request: Request, tables: Sequence[Sequence[int]]
+    ) -> tuple[dict[str, Any], LeaseClaim] | None:
         """Keep the blocks of a request; return its parameters and what its readers claim, as no reader of them."""
         self._to_stage.pop(request.request_id, None)
-        remote, geometry, manager = self._describe(request, tables), self._context.geometry, self._context.manager
+        remote, geometry, manager = (
+            self._describe_finished(request, tables),
+            self._context.geometry,
+            self._context.manager,
+        )
         if remote is not None:
-            remote = self.digests.choose(remote)
+            remote = self.digests.choose_request(remote)
         self._shortened.discard(request.request_id)
         _, slots = self._staged.pop(request.request_id, (0, None))
         if remote is None or geometry is None or manager is None:
@@ -199,25 +205,27 @@ class PrefillScheduler:
         engine = self._context.engine
         params, digest = remote.to_params(self._context.secrets, pp_size=engine.pp_size, dcp_size=engine.dcp_size)
         # All that the request has, of groups that take no part too.
-        self._context.leases.add(remote.lease_key, digest, keep_blocks(manager.block_pool, tables, geometry.null_block))
+        self._context.leases.hold(
+            remote.lease_key, digest, hold_blocks(manager.block_pool, tables, geometry.null_block)
+        )
         return params, LeaseClaim(remote.lease_key, 0, digest)
 
-    def _describe(self, request: Request, tables: Sequence[Sequence[int]]) -> PrefillParams | None:
+    def _describe_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> PrefillParams | None:
         """Return what a decode engine has to know of a request that has ended; None if it cannot have it."""
         params, geometry = request.kv_transfer_params, self._context.geometry
         if not isinstance(params, dict) or params.get("do_remote_decode") is not True or geometry is None:
             return None
-        if request.status.name not in FINISHED_WELL or self.settling.is_dropped(request.request_id):
+        if request.status.name not in FINISHED_WELL or self.settling.is_cancelled(request.request_id):
             return None
-        tokens = self._tokens_to_hand_over(request)
-        spans = None if tokens is None else self._spans_to_hand_over(request.request_id, tokens, tables, geometry)
+        tokens = self._tokens_to_hand_off(request)
+        spans = None if tokens is None else self._spans_to_hand_off(request.request_id, tokens, tables, geometry)
         if tokens is None or spans is None:
             return None
         shapes = self._context.engine.positions_depend_on_items
         items = items_of(request, tokens, shapes=shapes) if self._context.settings.trusts_items else ()
-        return self.describe(request, tokens, spans)._replace(items=items)
+        return self.describe_request(request, tokens, spans)._replace(items=items)
 
-    def describe(self, request: Request, tokens: int, spans: Sequence[Span]) -> PrefillParams:
+    def describe_request(self, request: Request, tokens: int, spans: Sequence[Span]) -> PrefillParams:
         """Return what another engine has to know of a request, under a key that was never used."""
         engine = self._context.engine
         return PrefillParams(
@@ -233,12 +241,12 @@ class PrefillScheduler:
             epoch=self.settling.epoch(request.request_id),
         )
 
-    def forget(self, request_id: str) -> None:
+    def discard_request(self, request_id: str) -> None:
         """Forget a request that has ended before it could be computed."""
         self._shortened.discard(request_id)
         self._to_stage.pop(request_id, None)
-        self.settling.finish(request_id, None)
-        self._context.prompts.forget(request_id)
+        self.settling.on_request_finished(request_id, None)
+        self._context.prompts.cancel_digest(request_id)
 
     def _left_to_d(self, request: Request) -> int:
         """Return how many of the last tokens of a request's prompt D computes, if the prompt still has them."""
@@ -246,7 +254,7 @@ class PrefillScheduler:
         is_whole = request.request_id not in self._shortened and engine.loadable_tokens(request.num_prompt_tokens) > 0
         return engine.backoff if is_whole else 0
 
-    def _tokens_to_hand_over(self, request: Request) -> int | None:
+    def _tokens_to_hand_off(self, request: Request) -> int | None:
         """Return how many tokens the caches of a request hold for a decode engine; None if its state is elsewhere."""
         engine = self._context.engine
         tokens: int = request.num_computed_tokens
@@ -267,7 +275,7 @@ class PrefillScheduler:
         peer_log.logger.warning(text, request.request_id, how, where)
         return None
 
-    def _spans_to_hand_over(
+    def _spans_to_hand_off(
         self, request_id: str, tokens: int, tables: Sequence[Sequence[int]], geometry: Geometry
     ) -> list[Span] | None:
         """Return all blocks that are still held, or their slots in host memory.

@@ -36,12 +36,12 @@ class PromptDigests:
         """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def begin(self, request: Request, num_tokens: int) -> bool:
+    def begin_digest(self, request: Request, num_tokens: int) -> bool:
         """Have the digest of a request's first tokens made, if they are many; return whether the thread makes it."""
         if num_tokens < _LONG_TOKENS:
             return False
         try:
-            digest = self._thread.submit(self.of, request, num_tokens)
+            digest = self._thread.submit(self.make_digest, request, num_tokens)
         except RuntimeError:  # there can be no more threads, or the engine stops
             return False
         self._begun[request.request_id] = _Begun(num_tokens, digest)
@@ -54,7 +54,7 @@ class PromptDigests:
             return True
         return wait_seconds > 0 and bool(wait([begun.digest], wait_seconds).done)
 
-    def take(self, request: Request, num_tokens: int) -> str:
+    def take_digest(self, request: Request, num_tokens: int) -> str:
         """Return the digest of a request's first tokens, which may have been begun.
 
         Raises:
@@ -64,18 +64,18 @@ class PromptDigests:
         # One that was not started would wait for those of others.
         if begun is not None and begun.num_tokens == num_tokens and not begun.digest.cancel():
             return begun.digest.result()
-        return self.of(request, num_tokens)
+        return self.make_digest(request, num_tokens)
 
-    def forget(self, request_id: str) -> None:
+    def cancel_digest(self, request_id: str) -> None:
         """Forget what was begun of a request."""
         begun = self._begun.pop(request_id, None)
         if begun is not None:
             begun.digest.cancel()
 
-    def of(self, request: Request, num_tokens: int) -> str:
+    def make_digest(self, request: Request, num_tokens: int) -> str:
         """Return the digest of a request's first tokens, made at once."""
         return prompt_digest(request, num_tokens, adapter_paths=self._adapter_paths)
 
-    def prefixes(self, request: Request, counts: Sequence[int]) -> list[str]:
+    def make_prefix_digests(self, request: Request, counts: Sequence[int]) -> list[str]:
         """Return the digests of some numbers of first tokens of a request, made at once."""
         return prefix_digests(request, counts, adapter_paths=self._adapter_paths)

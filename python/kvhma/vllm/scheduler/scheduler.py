@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvhma.nixl import decode_handshake
 from kvhma.vllm.engine_facts import EngineFacts
-from kvhma.vllm.metadata import LocalWorkerIdentity, StepMetadata, WorkerReport
-from kvhma.vllm.scheduler.answers import AnswerKeeper
+from kvhma.vllm.metadata import StepMetadata, WorkerHello, WorkerReport
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.decode import DecodeScheduler
 from kvhma.vllm.scheduler.engine_loop import STEPS_UNDER_WAY, EngineLoop
+from kvhma.vllm.scheduler.kept_turns import KeptTurns
 from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.scheduler.prefill import PrefillScheduler
 from kvhma.vllm.scheduler.prefix_cache import check_manager, has_partial_hits, hits_may_differ
@@ -39,7 +39,7 @@ class KvhmaScheduler:
         context: what both parts know of their engine.
         prefill: requests that other engines load.
         decode: requests that are loaded from other engines.
-        answers: requests that were decoded here and are kept for their next turns; None if none are.
+        kept_turns: requests that were decoded here and are kept for their next turns; None if none are.
         hits_may_differ: whether groups may begin with prefix-cache hits of different lengths.
     """
 
@@ -50,7 +50,7 @@ class KvhmaScheduler:
         self.context = SchedulerContext(settings, engine, leases, secrets, stats)
         self.prefill = PrefillScheduler(self.context)
         self.decode = DecodeScheduler(self.context)
-        self.answers = AnswerKeeper(self.context, self.prefill) if engine.keeps_answers else None
+        self.kept_turns = KeptTurns(self.context, self.prefill) if engine.keeps_answers else None
         self.hits_may_differ = True
         self._loop = EngineLoop(leases, stats)
         self._idle_steps = 0
@@ -84,7 +84,7 @@ class KvhmaScheduler:
             self.context.geometry = decode_handshake(found[min(found)].data).geometry
             self.prefill.serve(found)
 
-    def add(self, request: Request) -> None:
+    def on_request_added(self, request: Request) -> None:
         """Look at a new request once: whatever its parameters are, nothing later has to check them."""
         params: Any = request.kv_transfer_params
         if params is None:
@@ -92,85 +92,85 @@ class KvhmaScheduler:
         if not isinstance(params, dict):
             request.kv_transfer_params = None  # vLLM itself takes it for a dictionary
             text = f"kv_transfer_params is of type {type(params).__name__}, expected a dictionary"
-            self.decode.refuse(request, text)
+            self.decode.refuse_request(request, text)
         elif request.abort_immediately:
             if params.get("do_remote_prefill"):
                 self.decode.release_rejected(request, params)
         elif params.get("do_remote_prefill"):
-            self.decode.add(request, params)
+            self.decode.on_request_added(request, params)
         elif params.get("do_remote_decode") is True:
-            self.prefill.add(request)
-            if self.answers is not None and params.get("kvhma") is not None:
+            self.prefill.on_request_added(request)
+            if self.kept_turns is not None and params.get("kvhma") is not None:
                 self.decode.add_next_turn(request, params)
 
     def matched_tokens(self, request: Request, local: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the `local` ones will be loaded, None if that is not known yet."""
         found = self.decode.matched_tokens(request, local)
-        if self.answers is not None and found[0] is not None:
-            self.answers.asked(request)
+        if self.kept_turns is not None and found[0] is not None:
+            self.kept_turns.on_blocks_wanted(request)
         return found
 
-    def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+    def on_blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Take the blocks that a load is to fill."""
-        if self.answers is not None:
-            self.answers.placed(request)
-        self.decode.allocated(request, blocks, external)
+        if self.kept_turns is not None:
+            self.kept_turns.on_blocks_allocated(request)
+        self.decode.on_blocks_allocated(request, blocks, external)
 
     def make_room(self) -> bool:
         """Free blocks for a request that lacks some, and give up answers; return whether the next step has more."""
-        return self.prefill.free_ended() or (self.answers is not None and self.answers.make_room())
+        return self.prefill.free_ended_leases() or (self.kept_turns is not None and self.kept_turns.make_room())
 
     def needs_step(self) -> bool:
         """Return whether vLLM has to make a step though there is nothing to compute."""
-        if self.prefill.digests.is_waiting or (self.answers is not None and self.answers.is_settling):
+        if self.prefill.digests.is_waiting or (self.kept_turns is not None and self.kept_turns.is_settling):
             return True
-        return self._loop.goes_on()
+        return self._loop.must_step()
 
-    def step(self, output: SchedulerOutput) -> StepMetadata:
+    def on_step(self, output: SchedulerOutput) -> StepMetadata:
         """Return what the workers have to know in this step."""
-        self._loop.stepped()
+        self._loop.on_step()
         idle = output.total_num_scheduled_tokens == 0
         self._idle_steps = self._idle_steps + 1 if idle else 0
         if self._idle_steps > STEPS_UNDER_WAY and self.context.engine.may_wait:
-            self._wait()
+            self._wait_for_peers()
         metadata = self.decode.take_metadata()
         metadata.idle = idle
-        if self.answers is not None:
-            self.answers.step(output, freed=self.prefill.free_ended())
-        self.prefill.step(output, metadata)
+        if self.kept_turns is not None:
+            self.kept_turns.on_step(output, freed=self.prefill.free_ended_leases())
+        self.prefill.on_step(output, metadata)
         return metadata
 
-    def _wait(self) -> None:
+    def _wait_for_peers(self) -> None:
         """Wait a little for what others do: an engine that spins takes Python's lock, and cores, from who does it."""
         if self.decode.pending:
-            self.decode.wait_for_others()
+            self.decode.wait_for_progress()
         else:
             self.context.leases.wait_for_end(_END_SECONDS)
 
-    def results(self, output: KVConnectorOutput) -> None:
+    def on_worker_results(self, output: KVConnectorOutput) -> None:
         """Take note of the loads that have ended, of the step whose results these are, and of what was summed."""
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
-            self.prefill.digests.results(report)
+            self.prefill.digests.on_worker_results(report)
             if report.step is not None:
-                self.prefill.settling.settled(report.step)
-        if self.answers is not None:
+                self.prefill.settling.on_step_results(report.step)
+        if self.kept_turns is not None:
             done = (output.finished_recving or set()) - (output.failed_recving or set())
             pending = self.decode.pending  # forgets them below
-            self.answers.loaded({one for one in done if one in pending and pending[one].end is None})
-        self.decode.results(output)
+            self.kept_turns.on_requests_loaded({name for name in done if name in pending and pending[name].end is None})
+        self.decode.on_worker_results(output)
 
-    def finish(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+    def on_request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """Take note that a request has ended; return the parameters to read its blocks, None if they are not kept."""
-        if self.answers is not None:
-            self.answers.ended(request.request_id)
+        if self.kept_turns is not None:
+            self.kept_turns.stop_tracking(request.request_id)
         unfilled = self.decode.unfilled.pop(request.request_id, {})
-        if self.decode.finish(request):
-            self.prefill.forget(request.request_id)
+        if self.decode.on_request_finished(request):
+            self.prefill.discard_request(request.request_id)
             return None
-        params = self.prefill.finish(request, tables)
-        if params is None and self.answers is not None:
-            params = self.answers.finish(request, tables, unfilled)
+        params = self.prefill.on_request_finished(request, tables)
+        if params is None and self.kept_turns is not None:
+            params = self.kept_turns.hold_turn(request, tables, unfilled)
         return params
 
     def take_stats(self) -> TransferStats | None:
@@ -185,5 +185,5 @@ def lease_gauges(leases: LeaseTable) -> dict[str, float]:
         "held_leases": usage.requests,
         "pinned_blocks": usage.blocks,
         "oldest_unread_seconds": usage.oldest_unread_seconds,
-        "held_answers": usage.answers,
+        "held_answers": usage.kept_turns,
     }

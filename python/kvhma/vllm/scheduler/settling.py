@@ -65,7 +65,7 @@ class SettlingRequests:
         self._context = context
         self.tickets = TicketTable(context.settings.kv_lease_duration)
         # Whoever else has the parameters gets the time that other samples of a prompt get.
-        self.tickets.on_unneeded = lambda claim: context.leases.release([claim], Outcome.READ_SHARED)
+        self.tickets.on_cancelled = lambda claim: context.leases.release([claim], Outcome.READ_SHARED)
         self._followed: dict[str, _Followed] = {}
         self._step: int | None = None
         """Number of the last step; None before the first ticket: nobody asks then."""
@@ -74,7 +74,7 @@ class SettlingRequests:
         self._computing: deque[int] = deque()
         """Steps under way that compute something, where there are drafts."""
 
-    def add(self, request: Request, source: Incarnation, total: int) -> bool:
+    def on_request_added(self, request: Request, source: Incarnation, total: int) -> bool:
         """Take a new request, of which `total` tokens will be handed over; return whether it can be followed."""
         params: Any = request.kv_transfer_params
         try:
@@ -84,9 +84,9 @@ class SettlingRequests:
             return False
         if ticket is None or self._context.geometry is None:
             return False
-        prompt = self._context.prompts.of(request, total)
+        prompt = self._context.prompts.make_digest(request, total)
         groups = len(self._context.geometry.groups)
-        if not self.tickets.open(ticket, request.request_id, source, groups, total, prompt):
+        if not self.tickets.open_ticket(ticket, request.request_id, source, groups, total, prompt):
             peer_log.logger.warning(
                 "kvhma: request %s cannot be followed: its ticket was used, or too many are", request.request_id
             )
@@ -96,7 +96,7 @@ class SettlingRequests:
             self._step = 0  # the steps up to now have no number, and the last ones may not be over
         return True
 
-    def step(self, output: SchedulerOutput) -> int | None:
+    def on_step(self, output: SchedulerOutput) -> int | None:
         """Take note of what a step computes; return its number, None if nobody asks for it.
 
         What was preempted is told before anything can be overwritten: the workers get the step after this.
@@ -112,16 +112,16 @@ class SettlingRequests:
         if self._followed:
             for request_id, computed in _computed_before(output).items():
                 if (followed := self._followed.get(request_id)) is not None:
-                    self._schedule(request_id, followed, computed, output)
+                    self._note_scheduled(request_id, followed, computed, output)
         return self._step
 
     def _restart(self, followed: _Followed) -> None:
         """Take note that what was computed of a request may be overwritten from now on."""
         followed.steps.clear()
         followed.begun, followed.tokens, followed.blocks = False, 0, {}
-        self.tickets.restart(followed.ticket)
+        self.tickets.begin_epoch(followed.ticket)
 
-    def _schedule(self, request_id: str, followed: _Followed, computed: int, output: SchedulerOutput) -> None:
+    def _note_scheduled(self, request_id: str, followed: _Followed, computed: int, output: SchedulerOutput) -> None:
         assert self._step is not None  # noqa: S101
         known = followed.steps[-1][1] if followed.steps else followed.tokens
         if computed < min(known, followed.total):
@@ -133,7 +133,7 @@ class SettlingRequests:
             followed.steps.append((filled, self._settled_hit(request_id, computed, output)))
         followed.begun = True
         followed.steps.append((self._step, computed + output.num_scheduled_tokens[request_id]))
-        self._tell(request_id, followed)
+        self._publish_settled(request_id, followed)
 
     def _settled_hit(self, request_id: str, computed: int, output: SchedulerOutput) -> int:
         """Return how many tokens of a hit no other request of the same step computes."""
@@ -141,13 +141,13 @@ class SettlingRequests:
         if geometry is None or manager is None:
             return 0
         groups = [
-            (self._context.engine.transfer_groups[one], geometry.groups[one].block_size)
-            for one in settling_groups(geometry)
+            (self._context.engine.transfer_groups[index], geometry.groups[index].block_size)
+            for index in settling_groups(geometry)
         ]
         written: list[set[int]] = [set() for _ in groups]
-        for other, before in _computed_before(output).items():
-            if other != request_id:
-                tables = manager.get_blocks(other).blocks
+        for name, before in _computed_before(output).items():
+            if name != request_id:
+                tables = manager.get_blocks(name).blocks
                 for ids, (group, size) in zip(written, groups, strict=True):
                     ids.update(block.block_id for block in tables[group][before // size :])
         tables = manager.get_blocks(request_id).blocks
@@ -158,7 +158,7 @@ class SettlingRequests:
                 computed = min(computed, size * first)
         return computed
 
-    def settled(self, step: int) -> None:
+    def on_step_results(self, step: int) -> None:
         """Take note that the results of a step are back."""
         if self._context.engine.drafts:
             # Those before it are settled, if it has computed anything: a device does one after the other.
@@ -169,15 +169,15 @@ class SettlingRequests:
             step -= 1
         self._settled = max(self._settled, step)
         for request_id, followed in self._followed.items():
-            self._tell(request_id, followed)
+            self._publish_settled(request_id, followed)
 
-    def _tell(self, request_id: str, followed: _Followed) -> None:
+    def _publish_settled(self, request_id: str, followed: _Followed) -> None:
         """Tell what is settled by now, if it is more than was told."""
         tokens = followed.tokens
         while followed.steps and followed.steps[0][0] <= self._settled:
             tokens = max(tokens, followed.steps.popleft()[1])
         geometry, manager = self._context.geometry, self._context.manager
-        if tokens == followed.tokens or geometry is None or manager is None or not self._settles:
+        if tokens == followed.tokens or geometry is None or manager is None or not self._can_settle:
             return
         followed.tokens = tokens
         tokens = min(tokens, followed.total)
@@ -186,48 +186,54 @@ class SettlingRequests:
         tables = manager.get_blocks(request_id).blocks
         groups = {index: self._context.engine.transfer_groups[index] for index in settling_groups(geometry)}
         if any(tables[groups[index]][: len(blocks)] != blocks for index, blocks in followed.blocks.items()):
-            self.tickets.restart(followed.ticket)  # some are others now: they were copied, and their places are free
+            self.tickets.begin_epoch(
+                followed.ticket
+            )  # some are others now: they were copied, and their places are free
             followed.blocks = {}
-        news = {}
+        new_blocks = {}
         for index, group in groups.items():
             size, known = geometry.groups[index].block_size, followed.blocks.setdefault(index, [])
             more = tables[group][len(known) : tokens // size]
             known += more
-            news[index] = size, [block.block_id for block in more]
-        self.tickets.settle(followed.ticket, whole, news)
+            new_blocks[index] = size, [block.block_id for block in more]
+        self.tickets.settle_tokens(followed.ticket, whole, new_blocks)
 
     @property
-    def _settles(self) -> bool:
+    def _can_settle(self) -> bool:
         """Whether others can read blocks before the end: not through host memory, nor of several stages."""
         engine = self._context.engine
         return not engine.host_staged and engine.pp_size == 1
 
-    def is_dropped(self, request_id: str) -> bool:
+    def is_cancelled(self, request_id: str) -> bool:
         """Return whether the follower of a request does not need it any more."""
         followed = self._followed.get(request_id)
-        return followed is not None and self.tickets.is_dropped(followed.ticket)
+        return followed is not None and self.tickets.is_cancelled(followed.ticket)
 
     def prompt_digest(self, request: Request, tokens: int) -> str:
         """Return the digest of a request's first tokens, which was made before if others were told it."""
         followed = self._followed.get(request.request_id)
         if followed is not None and followed.total == tokens:
             return followed.prompt
-        return self._context.prompts.take(request, tokens)
+        return self._context.prompts.take_digest(request, tokens)
 
     def epoch(self, request_id: str) -> int:
         """Return the epoch of a request; 0 if nobody can follow it."""
         followed = self._followed.get(request_id)
         return 0 if followed is None else self.tickets.epoch(followed.ticket)
 
-    def finish(self, request_id: str, params: dict[str, Any] | None, claim: LeaseClaim | None = None) -> None:
+    def on_request_finished(
+        self, request_id: str, params: dict[str, Any] | None, claim: LeaseClaim | None = None
+    ) -> None:
         """Take note that a request has ended; without parameters it is not handed over. They are read by a `claim`."""
         followed = self._followed.pop(request_id, None)
         if followed is None:
             return
         if params is None:
-            self.tickets.finish(followed.ticket, ended="P has not kept it: it was aborted, or cannot be handed over")
+            self.tickets.end_ticket(
+                followed.ticket, ended="P has not kept it: it was aborted, or cannot be handed over"
+            )
         else:
-            self.tickets.finish(followed.ticket, params=json.dumps(params).encode(), claim=claim)
+            self.tickets.end_ticket(followed.ticket, params=json.dumps(params).encode(), claim=claim)
 
     def end_all(self) -> None:
         """End all tickets: what was computed is gone."""
@@ -237,6 +243,6 @@ class SettlingRequests:
 
 def _computed_before(output: SchedulerOutput) -> dict[str, int]:
     """Return how many tokens of each request of a step were computed before it."""
-    found = {one.req_id: one.num_computed_tokens for one in output.scheduled_new_reqs}
+    found = {data.req_id: data.num_computed_tokens for data in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     return found | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

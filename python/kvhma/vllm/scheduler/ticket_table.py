@@ -34,7 +34,7 @@ class _Ticket:
         params: that were handed out for D, as JSON; empty before.
         ended: why nothing is handed over; empty as long as something may be.
         over_at: when it was over, on the monotonic clock; None before.
-        dropped: whether its follower does not need it any more.
+        is_cancelled: whether its follower does not need it any more.
         claim: by which the blocks are kept that were handed over; None before.
     """
 
@@ -50,7 +50,7 @@ class _Ticket:
     params: bytes = b""
     ended: str = ""
     over_at: float | None = None
-    dropped: bool = False
+    is_cancelled: bool = False
     claim: LeaseClaim | None = None
 
     def progress(self, question: Follow) -> Progress:
@@ -95,31 +95,33 @@ class TicketTable:
         self._tickets: dict[bytes, _Ticket] = {}
         self._over: OrderedDict[bytes, None] = OrderedDict()
         """Tickets of requests that are over, the oldest first."""
-        self._dropped_early: OrderedDict[bytes, None] = OrderedDict()
+        self._cancelled_early: OrderedDict[bytes, None] = OrderedDict()
         """Tickets that followers do not need and that are not known here yet, the oldest first."""
-        self.on_news: Callable[[bytes], None] = lambda ticket: None
-        self.on_unneeded: Callable[[LeaseClaim], None] = lambda claim: None
+        self.on_progress: Callable[[bytes], None] = lambda ticket: None
+        self.on_cancelled: Callable[[LeaseClaim], None] = lambda claim: None
         """Called when a follower does not need what was handed over."""
 
-    def open(self, ticket: bytes, request_id: str, source: Incarnation, groups: int, total: int, prompt: str) -> bool:
+    def open_ticket(
+        self, ticket: bytes, request_id: str, source: Incarnation, groups: int, total: int, prompt: str
+    ) -> bool:
         """Take a request; return whether it can be followed: not one whose ticket is used, nor one too many.
 
         Arguments as in :class:`_Ticket`.
         """
         with self._lock:
-            self._forget_old()
+            self._evict_old()
             if ticket in self._tickets:
                 return False
             if len(self._tickets) >= MAX_TICKETS:
                 if not self._over:
                     return False
-                self._forget_oldest()
-            dropped = self._dropped_early.pop(ticket, False) is None
-            self._tickets[ticket] = _Ticket(request_id, source, groups, total, prompt, dropped=dropped)
-        self.on_news(ticket)
+                self._evict_oldest()
+            is_cancelled = self._cancelled_early.pop(ticket, False) is None
+            self._tickets[ticket] = _Ticket(request_id, source, groups, total, prompt, is_cancelled=is_cancelled)
+        self.on_progress(ticket)
         return True
 
-    def settle(self, ticket: bytes, tokens: int, blocks: Mapping[int, tuple[int, list[int]]]) -> None:
+    def settle_tokens(self, ticket: bytes, tokens: int, blocks: Mapping[int, tuple[int, list[int]]]) -> None:
         """Take note that more tokens are computed.
 
         Args:
@@ -133,23 +135,23 @@ class TicketTable:
                 found.tables.setdefault(group, (size, []))[1].extend(ids)
             found.tokens = tokens
             found.version += 1
-        self.on_news(ticket)
+        self.on_progress(ticket)
 
-    def restart(self, ticket: bytes) -> None:
+    def begin_epoch(self, ticket: bytes) -> None:
         """Take note that what was settled may be overwritten from now on."""
         with self._lock:
             found = self._tickets[ticket]
             found.epoch += 1
             found.version += 1
             found.tokens, found.tables = 0, {}
-        self.on_news(ticket)
+        self.on_progress(ticket)
 
     def epoch(self, ticket: bytes) -> int:
         """Return the epoch of a request that is not over."""
         with self._lock:
             return self._tickets[ticket].epoch
 
-    def finish(self, ticket: bytes, params: bytes = b"", ended: str = "", claim: LeaseClaim | None = None) -> None:
+    def end_ticket(self, ticket: bytes, params: bytes = b"", ended: str = "", claim: LeaseClaim | None = None) -> None:
         """Take note that a request is over: with the parameters for D and what they claim, or why there are none."""
         with self._lock:
             found = self._tickets[ticket]
@@ -157,22 +159,22 @@ class TicketTable:
             found.version += 1
             found.over_at = time.monotonic()
             self._over[ticket] = None
-        self.on_news(ticket)
+        self.on_progress(ticket)
 
-    def is_dropped(self, ticket: bytes) -> bool:
+    def is_cancelled(self, ticket: bytes) -> bool:
         """Return whether the follower of a request that is not over does not need it any more."""
         with self._lock:
-            return self._tickets[ticket].dropped
+            return self._tickets[ticket].is_cancelled
 
     def end_all(self, why: str) -> list[bytes]:
         """End every request that is not over; return their tickets."""
         with self._lock:
-            going = [ticket for ticket, found in self._tickets.items() if found.over_at is None]
-        for ticket in going:
-            self.finish(ticket, ended=why)
-        return going
+            active = [ticket for ticket, found in self._tickets.items() if found.over_at is None]
+        for ticket in active:
+            self.end_ticket(ticket, ended=why)
+        return active
 
-    def ask(self, question: Follow) -> Progress | None:
+    def progress(self, question: Follow) -> Progress | None:
         """Return how far a request is; None if there is nothing that was not seen, or it is not known yet.
 
         One that was seen and is not known any more, here or before a restart, has version 0.
@@ -183,32 +185,32 @@ class TicketTable:
                 return Progress(0) if question.seen else None
             if found.version <= question.seen:
                 return None
-            told = replace(found)
-        return told.progress(question)  # without the lock: the scheduler does not wait while the blocks are written
+            copy = replace(found)
+        return copy.progress(question)  # without the lock: the scheduler does not wait while the blocks are written
 
-    def drop(self, ticket: bytes) -> None:
+    def cancel_ticket(self, ticket: bytes) -> None:
         """Take note that a follower does not need a request any more, be it over or not."""
         with self._lock:
             found = self._tickets.get(ticket)
             claim = None if found is None else found.claim
             if found is None:  # D may have rejected it before it came here
-                self._dropped_early[ticket] = None
-                if len(self._dropped_early) > MAX_TICKETS:
-                    self._dropped_early.popitem(last=False)
+                self._cancelled_early[ticket] = None
+                if len(self._cancelled_early) > MAX_TICKETS:
+                    self._cancelled_early.popitem(last=False)
             elif found.over_at is None:
-                found.dropped = True
+                found.is_cancelled = True
         if claim is not None:
-            self.on_unneeded(claim)
+            self.on_cancelled(claim)
 
-    def _forget_old(self) -> None:
+    def _evict_old(self) -> None:
         now = time.monotonic()
         while self._over:
             over_at = self._tickets[next(iter(self._over))].over_at
             if over_at is None or now - over_at < self._keep_seconds:
                 return
-            self._forget_oldest()
+            self._evict_oldest()
 
-    def _forget_oldest(self) -> None:
+    def _evict_oldest(self) -> None:
         ticket, _ = self._over.popitem(last=False)
         del self._tickets[ticket]
 

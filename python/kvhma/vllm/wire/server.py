@@ -59,8 +59,8 @@ class LeaseService(Protocol):
     def release(self, claims: list[LeaseClaim], outcome: Outcome) -> None:
         """Remove readers from requests."""
 
-    def finish(self, claims: list[LeaseClaim], outcomes: list[Outcome]) -> list[LeaseState]:
-        """Return the state of each claim, and release the claims whose blocks are held."""
+    def check_and_release(self, claims: list[LeaseClaim], outcomes: list[Outcome]) -> list[LeaseState]:
+        """Return the state of each, and release those that are held."""
 
     def contents(self, claims: list[LeaseClaim]) -> list[bytes | None]:
         """Return the content digest of the blocks of each claim; None where it is not computed yet."""
@@ -69,11 +69,11 @@ class LeaseService(Protocol):
 class TicketService(Protocol):
     """What a listener asks about tickets, from its own thread."""
 
-    def ask(self, question: Follow) -> Progress | None:
-        """Return how far a request is; None if it has not progressed since the last answer."""
+    def progress(self, question: Follow) -> Progress | None:
+        """Return how far a request is; None if there is nothing that was not seen."""
 
-    def drop(self, ticket: bytes) -> None:
-        """Note that a ticket follower does not need a request any more."""
+    def cancel_ticket(self, ticket: bytes) -> None:
+        """Take note that a follower does not need a request any more."""
 
 
 @dataclass(frozen=True)
@@ -176,10 +176,10 @@ class Listener:
             return Problem("an error on this side, see its log")
 
     def _progress(self, question: Follow, waited: float) -> Progress | Later:
-        """Return the progress of a ticket, or how much longer the question may wait for it."""
-        found = None if self._tickets is None else self._tickets.ask(question)
-        if found is None and waited < question.max_wait_seconds:
-            return Later(question.ticket, question.max_wait_seconds - waited)
+        """Return the news of a ticket, or for how long they may be waited for."""
+        found = None if self._tickets is None else self._tickets.progress(question)
+        if found is None and waited < question.patience:
+            return Later(question.ticket, question.patience - waited)
         return found or Progress(question.seen)
 
     def _answer(self, question: Question, waited: float) -> Answer | Later:
@@ -208,7 +208,7 @@ class Listener:
                 if len(question.outcomes) != len(question.claims):
                     return Problem(f"{len(question.claims)} claims, {len(question.outcomes)} outcomes")
                 claims = [read_claim(claim) for claim in question.claims]
-                return self._state(question, self._leases.finish(claims, question.outcomes))
+                return self._state(question, self._leases.check_and_release(claims, question.outcomes))
             case Release():
                 self._leases.release([read_claim(claim) for claim in question.claims], question.outcome)
                 return Done()
@@ -216,7 +216,7 @@ class Listener:
                 return self._progress(question, waited)
             case Unfollow():
                 if self._tickets is not None:
-                    self._tickets.drop(question.ticket)
+                    self._tickets.cancel_ticket(question.ticket)
                 return Done()
             case Refused():
                 engine_id, text = one_line(question.engine_id), one_line(question.text)

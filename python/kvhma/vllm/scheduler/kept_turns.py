@@ -21,7 +21,7 @@ from kvhma.geometry import Geometry, Span
 from kvhma.planning import live_spans
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.engine_loop import STEPS_UNDER_WAY
-from kvhma.vllm.scheduler.kept_blocks import keep_blocks
+from kvhma.vllm.scheduler.held_blocks import hold_blocks
 from kvhma.vllm.scheduler.lease_table import Blocks
 from kvhma.vllm.scheduler.prefill import FINISHED_WELL, PrefillScheduler
 from kvhma.vllm.scheduler.prompt import is_sample
@@ -41,7 +41,7 @@ _ROOM_SHARE = 1 / 32
 
 
 @dataclass(frozen=True)
-class _Settling:
+class _SettlingTurn:
     """An answer whose state is written by a step that has not ended. It is nobody's to read before.
 
     Attributes:
@@ -57,14 +57,14 @@ class _Settling:
     step: int
 
 
-class AnswerKeeper:
+class KeptTurns:
     """D's part: keeps finished answers, and gives them up when their blocks are needed."""
 
     def __init__(self, context: SchedulerContext, prefill: PrefillScheduler) -> None:
         """Start without answers; `prefill` describes them as it does prompts."""
         self._context = context
         self._prefill = prefill
-        self._settling: list[_Settling] = []
+        self._settling: list[_SettlingTurn] = []
         self._steps = 0
         """That were built."""
         self._unplaced: Request | None = None
@@ -73,7 +73,7 @@ class AnswerKeeper:
         self._loaded: dict[str, Request] = {}
         """Requests that are loaded, and those that were and of which no step has computed anything since."""
 
-    def finish(
+    def hold_turn(
         self, request: Request, tables: Sequence[Sequence[int]], unfilled: Mapping[int, int]
     ) -> dict[str, Any] | None:
         """Keep the blocks of an answer.
@@ -105,11 +105,11 @@ class AnswerKeeper:
             return None
         engine = self._context.engine
         params, digest = remote.to_params(self._context.secrets, pp_size=1, next_turn=True)  # see `no_answers`
-        blocks = keep_blocks(manager.block_pool, tables, geometry.null_block)
+        blocks = hold_blocks(manager.block_pool, tables, geometry.null_block)
         if engine.has_state and _in_flight(request):
-            self._settling.append(_Settling(remote.lease_key, digest, blocks, self._steps))
+            self._settling.append(_SettlingTurn(remote.lease_key, digest, blocks, self._steps))
         else:
-            self._keep(remote.lease_key, digest, blocks)
+            self._hold(remote.lease_key, digest, blocks)
         return params
 
     def _describe(
@@ -124,13 +124,13 @@ class AnswerKeeper:
         counts = self._readable_counts(geometry, spans, request.num_prompt_tokens, tokens)
         if not counts or counts[-1] != tokens:
             return None
-        digests = self._context.prompts.prefixes(request, counts[:-1])
+        digests = self._context.prompts.make_prefix_digests(request, counts[:-1])
         prefixes = tuple(map(Prefix, counts[:-1], digests))
-        return self._prefill.describe(request, tokens, spans)._replace(prefixes=prefixes)
+        return self._prefill.describe_request(request, tokens, spans)._replace(prefixes=prefixes)
 
-    def _keep(self, key: LeaseKey, digest: bytes, blocks: Blocks) -> None:
+    def _hold(self, key: LeaseKey, digest: bytes, blocks: Blocks) -> None:
         seconds = self._context.settings.decoder_kv_blocks_ttl
-        self._context.leases.add(key, digest, blocks, answer_seconds=seconds)
+        self._context.leases.hold(key, digest, blocks, turn_seconds=seconds)
 
     def _tokens_written(self, request: Request) -> int:
         """Return how many first tokens of a request its caches are right for; 0 if that is not known.
@@ -170,20 +170,20 @@ class AnswerKeeper:
             )
         ]
 
-    def asked(self, request: Request) -> None:
+    def on_blocks_wanted(self, request: Request) -> None:
         """Take note that vLLM is about to look for blocks for a request that waits."""
         self._unplaced = request
 
-    def placed(self, request: Request) -> None:
+    def on_blocks_allocated(self, request: Request) -> None:
         """Take note that it has found them."""
         self._unplaced = None
         self._placed[request.request_id] = request
 
-    def loaded(self, request_ids: Set[str]) -> None:
+    def on_requests_loaded(self, request_ids: Set[str]) -> None:
         """Take note of requests that were loaded. VLLM does not ask about them again before it places the rest."""
         self._loaded |= {name: self._placed[name] for name in request_ids & self._placed.keys()}
 
-    def ended(self, request_id: str) -> None:
+    def stop_tracking(self, request_id: str) -> None:
         """Take note that a request has ended."""
         self._placed.pop(request_id, None)
         self._loaded.pop(request_id, None)
@@ -193,42 +193,42 @@ class AnswerKeeper:
         """Whether a step that is under way may still write to an answer."""
         return bool(self._settling)
 
-    def step(self, output: SchedulerOutput, *, freed: bool) -> None:
+    def on_step(self, output: SchedulerOutput, *, freed: bool) -> None:
         """Give up answers if others lack blocks; `freed`: some were freed since vLLM has looked for any."""
         self._steps += 1
         if self._settling:
-            self._settle()
+            self._hold_settled()
         for name in output.num_scheduled_tokens:
-            self.ended(name)
+            self.stop_tracking(name)
         request, self._unplaced = self._unplaced, None
         if request is not None:
-            self._give_up(max(0 if freed else 1, self._blocks_lacking(request)))  # vLLM gave it none
+            self._evict(max(0 if freed else 1, self._blocks_lacking(request)))  # vLLM gave it none
         elif output.preempted_req_ids:
             self.make_room()
         elif self._loaded:  # they may lack a seat only
-            self._give_up(self._room + max(map(self._blocks_lacking, self._loaded.values())))
+            self._evict(self._room + max(map(self._blocks_lacking, self._loaded.values())))
 
     def make_room(self) -> bool:
         """Give up some answers; return whether there were any."""
-        return self._give_up(self._room)
+        return self._evict(self._room)
 
     @property
     def _room(self) -> int:
         manager = self._context.manager
         return 0 if manager is None else int(manager.block_pool.num_gpu_blocks * _ROOM_SHARE) + 1
 
-    def _give_up(self, blocks: int) -> bool:
+    def _evict(self, blocks: int) -> bool:
         """Give up answers that alone keep so many blocks, the oldest first; return whether there were any."""
         manager = self._context.manager
         if manager is None or blocks <= 0:
             return False
-        answers, pool = self._context.leases.answers(), manager.block_pool.blocks
-        for key, held in answers:
+        turns, pool = self._context.leases.kept_turns(), manager.block_pool.blocks
+        for key, held in turns:
             if blocks <= 0:
                 break
-            self._context.leases.give_up(key)
+            self._context.leases.evict(key)
             blocks -= sum(pool[block].ref_cnt == 1 for block in held.tolist())
-        return bool(answers)
+        return bool(turns)
 
     def _blocks_lacking(self, request: Request) -> int:
         """Return how many blocks a request needs beyond its own and those that are free."""
@@ -240,14 +240,14 @@ class AnswerKeeper:
         free: int = manager.block_pool.get_num_free_blocks()
         return needed - own - free
 
-    def _settle(self) -> None:
+    def _hold_settled(self) -> None:
         """Have the answers read that are written by now."""
         waiting = []
-        for one in self._settling:
-            if self._steps - one.step >= STEPS_UNDER_WAY:
-                self._keep(one.key, one.digest, one.blocks)
+        for turn in self._settling:
+            if self._steps - turn.step >= STEPS_UNDER_WAY:
+                self._hold(turn.key, turn.digest, turn.blocks)
             else:
-                waiting.append(one)
+                waiting.append(turn)
         self._settling = waiting
 
 
@@ -264,12 +264,12 @@ def filled_spans(geometry: Geometry, spans: Sequence[Span], unfilled: Mapping[in
     | zeroed ... filled | filled            | ...
     ^ span.first  ^ token                             the first block is left out
     """
-    kept = []
+    filled = []
     for index, (group, span) in enumerate(zip(geometry.groups, spans, strict=True)):
         first = -(-unfilled.get(index, 0) // (group.block_size * group.cp_size))
         skip = max(0, first - span.first) if len(span.ids) else 0
-        kept.append(Span(span.first + skip, span.ids[skip:]) if skip else span)
-    return kept
+        filled.append(Span(span.first + skip, span.ids[skip:]) if skip else span)
+    return filled
 
 
 def readable_part(context: SchedulerContext, request: Request, params: Mapping[str, Any]) -> PrefillParams:
@@ -290,12 +290,12 @@ def readable_part(context: SchedulerContext, request: Request, params: Mapping[s
     engine = context.engine
     prompt: int = request.num_prompt_tokens
     remote = PrefillParams.from_params(params, context.secrets, num_prompt_tokens=max(prompt, engine.max_model_len))
-    most = engine.loadable_tokens(prompt)
-    is_loadable = most > 0 and remote.num_tokens <= prompt and not engine.is_ahead(remote.num_tokens, prompt)
-    if is_loadable and context.prompts.of(request, remote.num_tokens) == remote.prompt:
-        return remote._replace(num_tokens=min(most, remote.num_tokens))
-    prefixes = [prefix for prefix in remote.prefixes if prefix.num_tokens <= most]
-    own = context.prompts.prefixes(request, [prefix.num_tokens for prefix in prefixes])
+    loadable = engine.loadable_tokens(prompt)
+    is_loadable = loadable > 0 and remote.num_tokens <= prompt and not engine.is_ahead(remote.num_tokens, prompt)
+    if is_loadable and context.prompts.make_digest(request, remote.num_tokens) == remote.prompt:
+        return remote._replace(num_tokens=min(loadable, remote.num_tokens))
+    prefixes = [prefix for prefix in remote.prefixes if prefix.num_tokens <= loadable]
+    own = context.prompts.make_prefix_digests(request, [prefix.num_tokens for prefix in prefixes])
     agreed = [prefix.num_tokens for prefix, digest in zip(prefixes, own, strict=True) if prefix.digest == digest]
     if not agreed:
         raise OtherPromptError(

@@ -38,7 +38,7 @@ logger = logging.getLogger("vllm.kvhma")
 MAX_FOLLOWED = 1024
 """Requests that are followed at a time."""
 
-_PATIENCE = 5.0
+_MAX_WAIT_SECONDS = 5.0
 """Seconds after which P answers even if there is nothing new, so that one that is gone is noticed."""
 
 _ANSWER_SECONDS = 2.0
@@ -66,17 +66,17 @@ _CHECK_SECONDS = 1.0
 """How often conversations are looked at that nothing was heard from."""
 
 _BUSY_SECONDS = 0.01
-"""Processor time without a pause, after which the thread pauses as long: P decides how often it has news."""
+"""Processor time without a pause, after which the thread pauses as long: P decides how often it has progress."""
 
 
 @dataclass(eq=False)
-class Conversation:
+class TicketFollower:
     """What is known of a ticket. Its lock guards all but what is only the thread's.
 
     Attributes:
         ticket: the ticket.
-        most: tokens that D's request has: nothing is stored of a longer one.
-        own: whether it is D's own listener that is asked.
+        max_tokens: tokens that D's request has: nothing is stored of a longer one.
+        is_own: whether it is D's own listener that is asked.
         source: who computes the request; None before P has answered.
         groups: how many KV cache groups that engine has.
         total: tokens that P will hand over.
@@ -89,8 +89,8 @@ class Conversation:
     """
 
     ticket: Ticket
-    most: int
-    own: bool = False
+    max_tokens: int
+    is_own: bool = False
     source: Incarnation | None = None
     groups: int = 0
     total: int = 0
@@ -113,47 +113,53 @@ class Conversation:
     connecting: Future[Client] | None = None
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether nothing more will be known."""
         return self.params is not None or bool(self.error)
 
-    def take(self, news: Progress) -> None:
+    def on_progress(self, progress: Progress) -> None:
         """Take an answer.
 
         Raises:
             RequestError: it contradicts itself, or an earlier one; or P has forgotten the ticket.
         """
-        if self.version and not news.version:
+        if self.version and not progress.version:
             raise RequestError(f"{self.ticket.address} does not know the ticket any more: it has begun anew")
-        if news.version <= self.version:
+        if progress.version <= self.version:
             return
-        if not news.engine_id.isprintable():
+        if not progress.engine_id.isprintable():
             raise RequestError(f"{self.ticket.address} has no name that could be printed")
         source = Incarnation(
-            self.ticket.address, news.engine_id, int.from_bytes(news.incarnation_id, "big"), *news.ranks
+            self.ticket.address, progress.engine_id, int.from_bytes(progress.incarnation_id, "big"), *progress.ranks
         )
-        if self.source is not None and (self.source, self.total, self.prompt) != (source, news.total, news.prompt):
-            raise RequestError(f"the ticket is another request's now: of {news.total} tokens, before of {self.total}")
-        blocks = [] if news.params or news.ended else self._read_blocks(news)
+        if self.source is not None and (self.source, self.total, self.prompt) != (
+            source,
+            progress.total,
+            progress.prompt,
+        ):
+            raise RequestError(
+                f"the ticket is another request's now: of {progress.total} tokens, before of {self.total}"
+            )
+        blocks = [] if progress.params or progress.ended else self._read_blocks(progress)
         with self.lock:
-            self.version, self.groups = news.version, news.groups
-            self.total, self.prompt = news.total, news.prompt
+            self.version, self.groups = progress.version, progress.groups
+            self.total, self.prompt = progress.total, progress.prompt
             self.source = source  # last: without the lock, who sees it sees the others too
-            self.error = one_line(news.ended) if news.ended else ""
-            if news.params:
-                self.params = _params(news.params)
-            elif not news.ended:
-                if news.epoch != self.epoch:
-                    self.epoch, self.tokens, self.tables = news.epoch, 0, {}
-                if news.total <= self.most:
+            self.error = one_line(progress.ended) if progress.ended else ""
+            if progress.params:
+                self.params = _parse_params(progress.params)
+            elif not progress.ended:
+                if progress.epoch != self.epoch:
+                    self.epoch, self.tokens, self.tables = progress.epoch, 0, {}
+                if progress.total <= self.max_tokens:
                     self._append(blocks)
-                    self.tokens = min(news.tokens, news.total)
+                    self.tokens = min(progress.tokens, progress.total)
 
-    def _read_blocks(self, news: Progress) -> list[tuple[int, int, list[int]]]:
+    def _read_blocks(self, progress: Progress) -> list[tuple[int, int, list[int]]]:
         """Return group, position and ids of the blocks that an answer names; none of a longer request than D's."""
-        left = self.most_blocks if news.total <= self.most else 0
+        left = self.max_blocks if progress.total <= self.max_tokens else 0
         found = []
-        for blocks in news.blocks if left else ():
+        for blocks in progress.blocks if left else ():
             found.append((blocks.group, blocks.first, text_to_ids(blocks.ids, left).tolist()))
             left -= len(found[-1][2])
         return found
@@ -164,28 +170,28 @@ class Conversation:
             if first > len(table):
                 raise RequestError(f"group {group}: blocks from {first} on, known are {len(table)}")
             others = sum(map(len, self.tables.values())) - len(table)
-            if others + first + len(ids) > self.most_blocks:
+            if others + first + len(ids) > self.max_blocks:
                 raise RequestError(
-                    f"of {self.most} tokens at most {self.most_blocks} blocks are stored, more are named"
+                    f"of {self.max_tokens} tokens at most {self.max_blocks} blocks are stored, more are named"
                 )
             table[first:] = ids
 
     @property
-    def most_blocks(self) -> int:
+    def max_blocks(self) -> int:
         """How many blocks are stored of it at most."""
-        return _BLOCKS_PER_TOKEN * self.most + _BLOCKS_MORE
+        return _BLOCKS_PER_TOKEN * self.max_tokens + _BLOCKS_MORE
 
-    def handed_over(self) -> dict[str, Any] | None:
+    def handed_off_params(self) -> dict[str, Any] | None:
         """Return P's parameters as a proxy would hand them on, with the address at which P is known here."""
         address = self.ticket.address
         return None if self.params is None else self.params | {"remote_host": address.host, "remote_port": address.port}
 
-    def question(self) -> Follow:
+    def next_question(self) -> Follow:
         """Return what is asked next."""
-        return Follow(self.ticket.id, self.version, self.epoch, self.tokens, _PATIENCE)
+        return Follow(self.ticket.id, self.version, self.epoch, self.tokens, _MAX_WAIT_SECONDS)
 
 
-class Conversations:
+class TicketFollowers:
     """Asks about tickets. Safe to use from several threads.
 
     Attributes:
@@ -206,54 +212,54 @@ class Conversations:
         self._secrets = secrets
         self._counters = counters
         self._lock = threading.Lock()
-        self._conversations: list[Conversation] = []
-        self._known: list[Conversation] = []
+        self._followers: list[TicketFollower] = []
+        self._known: list[TicketFollower] = []
         """Those of them that the thread has seen."""
-        self.news = threading.Event()
+        self.progressed = threading.Event()
         self._calls = Calls(self._wake)
         self._thread: SupervisedThread | None = None
         self._sockets: tuple[socket.socket, socket.socket] | None = None
         """By which the thread is woken up."""
         self._closing = False
 
-    def follow(self, ticket: Ticket, most: int, *, own: bool = False) -> Conversation:
-        """Ask about a ticket from now on, until it is over or :meth:`stop` is called.
+    def follow_ticket(self, ticket: Ticket, max_tokens: int, *, is_own: bool = False) -> TicketFollower:
+        """Ask about a ticket from now on, until it is over or :meth:`stop_follower` is called.
 
         Args:
             ticket: the ticket.
-            most: tokens of D's request.
-            own: whether the ticket's address is D's own.
+            max_tokens: tokens of D's request.
+            is_own: whether the ticket's address is D's own.
 
         Raises:
             RequestError: too many are followed.
         """
-        conversation = Conversation(ticket, most, own)
+        follower = TicketFollower(ticket, max_tokens, is_own)
         with self._lock:
-            if len(self._conversations) >= MAX_FOLLOWED:
+            if len(self._followers) >= MAX_FOLLOWED:
                 raise RequestError(f"{MAX_FOLLOWED} requests are followed already")
-            self._conversations.append(conversation)
+            self._followers.append(follower)
             if self._thread is None:
                 self._sockets = socket.socketpair()
-                for one in self._sockets:
-                    one.setblocking(False)
+                for end in self._sockets:
+                    end.setblocking(False)
                 self._thread = SupervisedThread("kvhma-follow", self._run, self._counters)
         self._wake()
-        return conversation
+        return follower
 
-    def stop(self, conversation: Conversation, *, unwanted: bool) -> None:
+    def stop_follower(self, follower: TicketFollower, *, unwanted: bool) -> None:
         """Do not ask any more; if the request is not wanted, P is told that, also if it has finished it."""
         with self._lock:
-            if conversation not in self._conversations:
+            if follower not in self._followers:
                 return
-            self._conversations.remove(conversation)
-        # The thread may be using the client; it closes it when it finds the conversation gone.
-        if unwanted and not conversation.error:
-            self.give_up(conversation.ticket)
+            self._followers.remove(follower)
+        # The thread may be using the client; it closes it when it finds the follower gone.
+        if unwanted and not follower.error:
+            self.cancel_ticket(follower.ticket)
         self._wake()
 
-    def give_up(self, ticket: Ticket) -> None:
+    def cancel_ticket(self, ticket: Ticket) -> None:
         """Tell P that a request is not wanted. If too many are told at a time, P finds out when its lease ends."""
-        self._calls.start(ticket.address, lambda: self._unfollow(ticket))
+        self._calls.start(ticket.address, lambda: self._send_cancel(ticket))
 
     def close(self) -> None:
         """Stop the thread."""
@@ -261,15 +267,15 @@ class Conversations:
         self._wake()
         if self._thread is not None:
             self._thread.join(1.0)
-        for one in self._sockets or ():
-            one.close()
+        for end in self._sockets or ():
+            end.close()
 
     def _wake(self) -> None:
         if self._sockets is not None:
             with contextlib.suppress(OSError):  # full: it wakes up anyway
                 self._sockets[1].send(b"!")
 
-    def _unfollow(self, ticket: Ticket) -> None:
+    def _send_cancel(self, ticket: Ticket) -> None:
         try:
             with Client(resolve(ticket.address, self._timeout), self._timeout, self._secrets) as client:
                 client.ask(Unfollow(ticket.id), Done)
@@ -286,99 +292,99 @@ class Conversations:
             if check := began - checked > _CHECK_SECONDS:
                 checked = began
             with self._lock:
-                going = [one for one in self._conversations if not one.over]
-            for gone in set(self._known).difference(going):
+                active = [follower for follower in self._followers if not follower.is_over]
+            for gone in set(self._known).difference(active):
                 _hang_up(gone)
-            self._known = going
-            for conversation in going:
-                client = conversation.client
+            self._known = active
+            for follower in active:
+                client = follower.client
                 if check or client is None or client.fileno() in ready:
-                    self._advance(conversation)
+                    self._advance(follower)
             busy += time.thread_time() - cpu
             if busy > _BUSY_SECONDS:
                 time.sleep(busy)
                 busy = 0.0
             waits = time.monotonic()
-            ready = self._wait(going)
+            ready = self._wait(active)
             busy = max(0.0, busy - (time.monotonic() - waits))
-        for conversation in self._known:
-            _hang_up(conversation)
+        for follower in self._known:
+            _hang_up(follower)
 
-    def _advance(self, conversation: Conversation) -> None:
+    def _advance(self, follower: TicketFollower) -> None:
         """Do what can be done now."""
         try:
-            if conversation.client is None:
-                self._connect(conversation)
-            if conversation.client is not None and conversation.client.poll():
-                self._receive(conversation, conversation.client)
+            if follower.client is None:
+                self._connect(follower)
+            if follower.client is not None and follower.client.poll():
+                self._receive(follower, follower.client)
         except (HandshakeError, RequestError) as error:
-            self._note(conversation, error)
+            self._note_error(follower, error)
         except Exception as error:  # the others' go on
-            peer_log.logger.exception("kvhma: a ticket at %s cannot be followed", conversation.ticket.address)
-            self._note(conversation, RequestError(f"an error of this engine: {type(error).__name__}"))
+            peer_log.logger.exception("kvhma: a ticket at %s cannot be followed", follower.ticket.address)
+            self._note_error(follower, RequestError(f"an error of this engine: {type(error).__name__}"))
 
-    def _connect(self, conversation: Conversation) -> None:
+    def _connect(self, follower: TicketFollower) -> None:
         """Connect in another thread, and ask once that is done."""
-        if conversation.connecting is None:
-            address = conversation.ticket.address
-            if time.monotonic() >= conversation.retry_at:
-                conversation.connecting = self._calls.start(address, lambda: self._dial(address))
-        elif conversation.connecting.done():
-            connecting, conversation.connecting = conversation.connecting, None
-            client = conversation.client = connecting.result()
-            client.on_received = lambda count: self._note_unread(conversation, count)
-            client.send(conversation.question())
+        if follower.connecting is None:
+            address = follower.ticket.address
+            if time.monotonic() >= follower.retry_at:
+                follower.connecting = self._calls.start(address, lambda: self._dial(address))
+        elif follower.connecting.done():
+            connecting, follower.connecting = follower.connecting, None
+            client = follower.client = connecting.result()
+            client.on_received = lambda count: self._note_unread(follower, count)
+            client.send(follower.next_question())
 
-    def _receive(self, conversation: Conversation, client: Client) -> None:
+    def _receive(self, follower: TicketFollower, client: Client) -> None:
         """Take an answer, and ask again."""
-        news = client.receive(Progress)
+        progress = client.receive(Progress)
         now = time.monotonic()
-        conversation.answered, conversation.failures, conversation.unread = now, 0, 0
-        conversation.take(news)
-        if not conversation.version and now - conversation.begun > self._unknown_seconds:
+        follower.answered, follower.failures, follower.unread = now, 0, 0
+        follower.on_progress(progress)
+        if not follower.version and now - follower.begun > self._unknown_seconds:
             own = ", and is this engine itself: set advertised_host of P to where this host reaches it"
-            error = f"{conversation.ticket.address} does not know its ticket"
-            conversation.error = error + (own if conversation.own else "")
-        self.news.set()
-        if conversation.over:
+            error = f"{follower.ticket.address} does not know its ticket"
+            follower.error = error + (own if follower.is_own else "")
+        self.progressed.set()
+        if follower.is_over:
             return
-        client.send(conversation.question())
+        client.send(follower.next_question())
 
     def _dial(self, address: Address) -> Client:
         return Client(resolve(address, self._timeout), self._timeout, self._secrets)
 
-    def _note_unread(self, conversation: Conversation, count: int) -> None:
+    def _note_unread(self, follower: TicketFollower, count: int) -> None:
         """Take note that so many bytes of an answer are here; refuse more than it can have, or than there is room for.
 
         Raises:
             RequestError: it is too long.
         """
-        if count > _ANSWER_BYTES + _BLOCK_BYTES * conversation.most_blocks:
-            raise RequestError(f"{conversation.ticket.address} says more of a ticket than its request can have")
-        conversation.unread = count
-        if sum(one.unread for one in self._known) > MAX_UNREAD_BYTES:
-            largest = max(self._known, key=lambda one: one.unread)
-            self._note(largest, RequestError(f"unfinished answers have more than {MAX_UNREAD_BYTES >> 20} MiB"))
+        if count > _ANSWER_BYTES + _BLOCK_BYTES * follower.max_blocks:
+            raise RequestError(f"{follower.ticket.address} says more of a ticket than its request can have")
+        follower.unread = count
+        if sum(known.unread for known in self._known) > MAX_UNREAD_BYTES:
+            largest = max(self._known, key=lambda known: known.unread)
+            self._note_error(largest, RequestError(f"unfinished answers have more than {MAX_UNREAD_BYTES >> 20} MiB"))
 
-    def _note(self, conversation: Conversation, error: Exception) -> None:
+    def _note_error(self, follower: TicketFollower, error: Exception) -> None:
         """Try again what may pass, for a while."""
-        _hang_up(conversation)
+        _hang_up(follower)
         now = time.monotonic()
-        if isinstance(error, RequestError) or now - conversation.answered > _SILENCE_SECONDS + self._timeout:
-            conversation.error = str(error)
-            self.news.set()
-        conversation.retry_at = now + min(_LONGEST_PAUSE_SECONDS, _PAUSE_SECONDS * 2 ** min(conversation.failures, 8))
-        conversation.failures += 1
+        if isinstance(error, RequestError) or now - follower.answered > _SILENCE_SECONDS + self._timeout:
+            follower.error = str(error)
+            self.progressed.set()
+        follower.retry_at = now + min(_LONGEST_PAUSE_SECONDS, _PAUSE_SECONDS * 2 ** min(follower.failures, 8))
+        follower.failures += 1
 
-    def _wait(self, known: list[Conversation]) -> set[int]:
+    def _wait(self, known: list[TicketFollower]) -> set[int]:
         """Wait until something can be done, but not for long; return whose connections have something to read."""
         assert self._sockets is not None  # noqa: S101
         waits = select.poll()
         waits.register(self._sockets[0], select.POLLIN)
         soon = False
-        for conversation in known:
-            if conversation.client is not None:
-                waits.register(conversation.client.fileno(), select.POLLIN)
+        for follower in known:
+            if follower.client is not None:
+                waits.register(follower.client.fileno(), select.POLLIN)
             else:
                 soon = True
         ready = {found for found, _ in waits.poll(100 if soon else 1000)}
@@ -387,10 +393,10 @@ class Conversations:
         return ready
 
 
-def _hang_up(conversation: Conversation) -> None:
-    client, conversation.client = conversation.client, None
-    conversation.unread = 0
-    connecting, conversation.connecting = conversation.connecting, None
+def _hang_up(follower: TicketFollower) -> None:
+    client, follower.client = follower.client, None
+    follower.unread = 0
+    connecting, follower.connecting = follower.connecting, None
     if client is not None:
         client.close()
     if connecting is not None:
@@ -402,7 +408,7 @@ def _close_result(connecting: Future[Client]) -> None:
         connecting.result().close()
 
 
-def _params(data: bytes) -> dict[str, Any]:
+def _parse_params(data: bytes) -> dict[str, Any]:
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:

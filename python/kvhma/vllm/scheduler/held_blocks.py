@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
 
-def keep_blocks(pool: BlockPool, tables: Sequence[Sequence[int]], null_block: int | None) -> Blocks:
+def hold_blocks(pool: BlockPool, tables: Sequence[Sequence[int]], null_block: int | None) -> Blocks:
     """Keep the blocks of a request that ends, of all its groups; return their ids, each once."""
     blocks = join_tables(tables, null_block)
     pool.touch(list(map(pool.blocks.__getitem__, blocks.tolist())))
