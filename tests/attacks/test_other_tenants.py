@@ -69,7 +69,7 @@ def test_another_requests_blocks(caplog):
     d.add("victim", victims, 3, victim)
     step_until(d, p, done=lambda: {"later", "victim"} <= d.finished.keys())
     assert (d.counts.loads, d.counts.failed) == (2, 1), "the victim reads what is its"
-    assert "P has not handed out their parameters as they are" in caplog.text
+    assert "does not match the parameters that P returned" in caplog.text
 
 
 def test_the_labels_show_the_attack():

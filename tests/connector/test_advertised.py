@@ -164,4 +164,6 @@ def test_a_ticket_that_leads_back_says_so():
         d.on_request_added(asked)
         told = d.decode.pending["d"].ticket.follower
         until(lambda: told.error)
-        assert told.error.endswith("and is this engine itself: set advertised_host of P to where this host reaches it")
+        assert told.error.endswith(
+            "and is this engine itself: set P's advertised_host to an address that reaches P from this host"
+        )

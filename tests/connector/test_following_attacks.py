@@ -183,7 +183,7 @@ def test_p_that_has_begun_anew_ends_what_it_had_said(p, d):  # noqa: F811
             return refusals
 
         until(ended)
-        assert "does not know the ticket any more" in refusals["r"].text
+        assert "no longer knows the ticket" in refusals["r"].text
     finally:
         again.close()
 

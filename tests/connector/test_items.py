@@ -134,7 +134,7 @@ def test_an_item_that_d_would_have_to_compute(p, d, given, backoff):
     d.on_request_added(request)
     assert d.matched_tokens(request, 0) == (1, True)
     d.on_blocks_allocated(request, blocks(d), 1)
-    assert "ends with token 80, of this prompt 79 are loaded" in d.on_step(STEP).refusals["r"].text
+    assert "ends with token 80, but only 79 tokens are loaded" in d.on_step(STEP).refusals["r"].text
     assert request.block_hashes == before
 
 
@@ -149,10 +149,10 @@ def grid(*sizes):
     ("at_p", "given", "why"),
     [
         (grid(1, 4, 6), grid(1, 4, 6), ""),
-        (grid(1, 4, 6), grid(1, 6, 4), "is another one here"),
-        (grid(1, 4, 6), None, "is not known"),
-        (None, None, "is not known"),
-        (grid(1, 4, 6), [], "the prompt has none"),
+        (grid(1, 4, 6), grid(1, 6, 4), "differs from D's"),
+        (grid(1, 4, 6), None, "is unknown"),
+        (None, None, "is unknown"),
+        (grid(1, 4, 6), [], "the prompt has no items"),
     ],
 )
 def test_positions_that_depend_on_items(p, d, at_p, given, why):
@@ -212,7 +212,7 @@ def test_items_of_a_prompt_that_must_not_read_the_cache(p, d):
     assert d.matched_tokens(request, 0) == (1, True)
     assert not request.skip_reading_prefix_cache, "vLLM asks for no load"
     d.on_blocks_allocated(request, blocks(d), 1)
-    assert "of this prompt 0 are loaded" in d.on_step(STEP).refusals["r"].text
+    assert "but only 0 tokens are loaded" in d.on_step(STEP).refusals["r"].text
     assert request.block_hashes == before
 
 

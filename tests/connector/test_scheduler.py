@@ -795,7 +795,7 @@ def test_blocks_of_another_request_are_not_read_with_the_parameters_of_ones_own(
         assert client.ask(Renew([write_claim(right)]), Leases).states == [LeaseState.HELD]
     p.on_step(STEP)
     assert p.take_stats().data["digest_refused"] == 1
-    assert "P has not handed out their parameters as they are" in caplog.text
+    assert "does not match the parameters that P returned" in caplog.text
 
 
 def test_engines_that_share_a_secret():

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector in the scheduler's process: requests, leases, and what D's prefix cache may keep."""
+"""The connector in the scheduler's process: requests, leases, and which blocks D's prefix cache may serve."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the prefill and the decode part of the connector's scheduler share."""
+"""State that the prefill part and the decode part of the connector's scheduler share."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class SchedulerContext:
-    """An engine as the connector in its scheduler's process knows it.
+    """An engine, as the connector in the scheduler's process knows it.
 
     Attributes:
         settings: of the connector.
-        engine: of vLLM.
-        leases: finished requests whose blocks are kept for other engines.
-        secrets: that this engine shares with others.
-        stats: what this process counts.
-        geometry: caches of the first worker; None until the workers have registered theirs.
-        manager: vLLM's manager of blocks, once it is there.
-        partial_hits: whether a hit of its prefix cache may end inside of a block.
+        engine: facts about the vLLM engine.
+        leases: finished requests whose blocks this engine holds for other engines.
+        secrets: that this engine shares with other engines.
+        stats: counters of this process.
+        geometry: caches of the first worker; None until the workers have registered them.
+        manager: vLLM's block manager; None until vLLM has bound it.
+        partial_hits: whether a hit of its prefix cache may end inside a block.
         prompts: digests of prompts.
     """
 
@@ -47,12 +47,12 @@ class SchedulerContext:
     prompts: PromptDigests = field(init=False)
 
     def __post_init__(self) -> None:
-        """An operator who names the model says that adapters of one name are the same too, wherever they lie."""
+        """Compare adapters by name only if the operator sets `model_id`: then their paths may differ."""
         self.prompts = PromptDigests(adapter_paths=self.settings.model_id is None)
 
     def transfer_tables(self, tables: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Choose the block tables of the groups that take part."""
+        """Return the block tables of the groups that are transferred."""
         groups = self.engine.transfer_groups
         if groups and len(tables) <= max(groups):
-            raise RequestError(f"{len(tables)} block tables, group {max(groups)} takes part")
+            raise RequestError(f"{len(tables)} block tables, but group {max(groups)} is transferred")
         return [list(tables[index]) for index in groups]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """D's part of the connector's scheduler: requests whose caches are loaded from P.
 
-vLLM's calls become events of a load here, and what `kvhma.vllm.scheduler.load_machine` answers is carried out.
+vLLM's calls become events of a load here. `kvhma.vllm.scheduler.load_machine` answers with effects, which are carried
+out here.
 """
 
 from __future__ import annotations
@@ -38,23 +39,23 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _RENEWALS = 6
-"""In the time of a lease: some may be lost."""
+"""Renewals during one lease: some of them may be lost."""
 
 _MIN_LEASE_SECONDS = 1.0
 _MAX_LEASE_SECONDS = 3600.0
 _MIN_RENEWAL_SECONDS = 0.5
-"""Bounds of what parameters say of a lease, and of how often D renews it: an untrusted client may have written them."""
+"""Bounds of a lease's length and of its renewals: an untrusted client may have written the parameters."""
 
 _CLAIM_AFTER_SECONDS = 0.05
-"""Most loads have ended by then, and P need not be notified before: it holds a finished request for a lease anyway."""
+"""Most loads have ended by then. P holds a finished request for one lease anyway, so D need not claim it earlier."""
 
 _DIGEST_SECONDS = 5e-3
 """How long a step that has nothing else to do waits for the digest of a prompt."""
 
 _KEYS_REMEMBERED = 4096
-"""Requests at P that are remembered, to know those that are read again."""
+"""Requests at P that D remembers, to recognize one that it reads again."""
 
-_ITEMS_LOST = "only P has seen its multimodal items, and the prefix cache has not all of what was loaded of them"
+_ITEMS_LOST = "only P has seen its multimodal items, and the prefix cache has lost part of what was loaded of them"
 
 _TICKET_ENDS = {
     LoadEffect.TICKET_HANDED_OFF: "handed_over",
@@ -63,13 +64,13 @@ _TICKET_ENDS = {
     LoadEffect.TICKET_REFUSED: "refused",
     LoadEffect.TICKET_GIVEN_UP: "given_up",
 }
-"""What the counter of tickets calls their ends."""
+"""Labels of the counter of followed tickets."""
 
 _UNKNOWN = None, False
-"""What vLLM hears as long as it is not known how many tokens will be loaded: it asks again in the next step."""
+"""Answer to vLLM while the number of tokens to load is not known: it asks again in the next step."""
 
 _NOTHING = 0, False
-"""What vLLM hears of a request for which nothing is loaded."""
+"""Answer to vLLM for a request that loads nothing."""
 
 
 class DecodeScheduler:
@@ -77,10 +78,10 @@ class DecodeScheduler:
 
     Attributes:
         pending: loads that have not ended, by request.
-        unfilled: of requests that were loaded, where blocks are not filled from their start: the first token from which
-            on they are, by index of the group. Only if answers are kept.
+        unfilled: by loaded request and index of the group, the first filled token, if a group's first blocks are not
+            filled from their start. Only if this engine holds turns.
         renewer: renews and releases leases.
-        failed: requests whose load has failed, as long as vLLM has given them no blocks.
+        failed: requests whose load has failed, until vLLM gives them blocks again.
     """
 
     def __init__(self, context: SchedulerContext) -> None:
@@ -99,11 +100,11 @@ class DecodeScheduler:
         self._digests = DecodeDigests(context)
         self.unfilled: dict[str, dict[int, int]] = {}
         self._shared: OrderedDict[LeaseKey, bool] = OrderedDict()
-        """Whether a request at P has more than one reader here, or may have."""
+        """Whether a request at P has, or may have, more than one reader here."""
         self._metadata = StepMetadata()
         self.failed = FailedLoads(context)
         self._items_end: dict[str, int] = {}
-        """Of requests with multimodal items that only P has seen, where the last of these items ends."""
+        """Where the last multimodal item ends that only P has seen, by request."""
 
     def close(self) -> None:
         """Stop the threads that renew leases and follow tickets."""
@@ -113,7 +114,7 @@ class DecodeScheduler:
     # --- A new request ------------------------------------------------------------------------------------------
 
     def on_request_added(self, request: Request, params: dict[str, Any]) -> None:
-        """Add a request whose prompt another engine has computed, or computes now."""
+        """Add a request whose prompt another engine has computed, or is computing."""
         load = Load(request, traceparent=traceparent_of(request))
         if params.get(TICKET) is None:
             self._add_params(load, params)
@@ -121,13 +122,13 @@ class DecodeScheduler:
             self._add_ticket(load, params)
 
     def add_next_turn(self, request: Request, params: dict[str, Any]) -> None:
-        """Add a request that is prefilled here, and of whose beginning another engine may hold the last turn."""
+        """Add a request that this engine prefills, and whose last turn another engine may hold."""
         load = Load(request, purpose=Purpose.NEXT_TURN, traceparent=traceparent_of(request))
         try:
             remote = readable_part(self._context, request, params)
             self._check_source(remote.address, remote.engine_id)
             if remote.engine_id == self._context.engine.engine_id:
-                raise RequestError("the last turn's answer is this engine's own")
+                raise RequestError("this engine itself holds the last turn's answer")
         except KvhmaError as error:
             reason = "other_prompt" if isinstance(error, OtherPromptError) else "refused"
             self._fall_back(load, reason, str(error))
@@ -140,10 +141,10 @@ class DecodeScheduler:
         self._fail(Load(request), _refused(text))
 
     def release_rejected(self, request: Request, params: dict[str, Any]) -> None:
-        """Notify P that a request will not be read, because vLLM has rejected it.
+        """Notify P that D will not read a request, because vLLM has rejected it.
 
-        vLLM says this with a request of the same parameters and one token, which it aborts at once. Nothing compares
-        that prompt: the parameters name what P holds, and only those to whom P gave them know them.
+        vLLM reports a rejection by a request with the same parameters and one token, which it aborts at once. Its
+        prompt cannot be compared. The parameters are proof enough: only their receivers know them.
         """
         try:
             if params.get(TICKET) is not None:
@@ -153,10 +154,10 @@ class DecodeScheduler:
                 self._check_source(remote.address)
                 self._release_claim(Load(request, remote=remote), read=True)
         except KvhmaError as error:
-            logger.warning("kvhma: request %s was rejected, and P is not notified: %s", request.request_id, error)
+            logger.warning("kvhma: vLLM rejected request %s, and P cannot be notified: %s", request.request_id, error)
 
     def _add_params(self, load: Load, params: dict[str, Any]) -> None:
-        """Add a load of what P has computed. P is notified of it only if the parameters are of the same prompt."""
+        """Add a load of a prompt that P has computed. D notifies P only if D's prompt is the same."""
         request = load.request
         try:
             if params.get("do_remote_decode"):
@@ -177,7 +178,7 @@ class DecodeScheduler:
                 self._compare_prompt(load)
 
     def _add_ticket(self, load: Load, params: dict[str, Any]) -> None:
-        """Begin to ask P about a request that it computes at the same time."""
+        """Begin to follow a request that P computes at the same time."""
         request = load.request
         try:
             ticket = self._ticket(params)
@@ -201,7 +202,7 @@ class DecodeScheduler:
         return ticket
 
     def _check_source(self, address: Address, engine_id: str = "") -> None:
-        """Refuse what may not, or cannot, be read; a ticket does not say which engine it is of."""
+        """Refuse an engine that D may not, or cannot, read from; a ticket has no engine_id."""
         engine = self._context.engine
         if engine_id not in ("", engine.engine_id) and engine.is_own(address):
             self._context.stats.count("refused_sources", label="itself")
@@ -210,10 +211,10 @@ class DecodeScheduler:
             self._context.stats.count("refused_sources", label="not_allowed")
             raise RequestError(f"remote_host and remote_port {address} are not among allowed_prefill_engines")
         if self._context.geometry is None or not self._context.geometry.groups:
-            raise RequestError("this engine has no caches that were registered")
+            raise RequestError("this engine has registered no caches")
 
     def _counted(self, remote: PrefillParams) -> PrefillParams:
-        """Return parameters as they count here: a lease within bounds, a digest only if it is compared, no items."""
+        """Return parameters as D uses them: a lease within bounds, a digest seed only if D compares, no items."""
         remote = _bounded(remote)._replace(items=())
         is_compared = self._context.settings.content_digests or remote.content_seed is None
         return remote if is_compared else remote._replace(content_seed=None)
@@ -221,10 +222,10 @@ class DecodeScheduler:
     # --- Multimodal items that only P has seen ------------------------------------------------------------------
 
     def _adopt_items(self, request: Request, remote: PrefillParams) -> None:
-        """Make a request's multimodal items those of P, if they are trusted. The rest is compared later."""
+        """Replace a request's multimodal items by P's, if D trusts P's items. D compares the rest later."""
         if self._trusts_items and remote.items:
             engine = self._context.engine
-            # vLLM computes the last token in any case, and every token of a prompt that must not read its cache.
+            # vLLM always computes the last token, and every token of a prompt that must not read the cache.
             loadable = min(engine.loadable_tokens(request.num_prompt_tokens), request.num_prompt_tokens - 1)
             loaded = 0 if request.get_skip_reading_prefix_cache() else min(remote.num_tokens, loadable)
             depend = engine.positions_depend_on_items
@@ -233,18 +234,18 @@ class DecodeScheduler:
 
     @property
     def _trusts_items(self) -> bool:
-        """Whether a request may adopt P's items. If what was loaded of them is lost, the request must fail."""
+        """Whether a request may adopt P's items. If loaded blocks of such items are lost, the request must fail."""
         return self._context.settings.trusts_items and not self._context.engine.recompute
 
     def _would_compute_items(self, request: Request, local: int) -> bool:
-        """Return whether D, if nothing is loaded, would compute an item that only P has seen."""
+        """Return whether D would have to compute an item that only P has seen, if nothing is loaded."""
         end = self._items_end.get(request.request_id, 0)
         return end > 0 and self._hit_without_load(request, local) < end
 
     # --- The prompt ---------------------------------------------------------------------------------------------
 
     def _compare_prompt(self, load: Load) -> None:
-        """Compare what P holds for a request with its prompt; waits for the digest if that is being made."""
+        """Compare P's prompt with that of a request; waits if a thread is making the digest."""
         remote, request = load.remote, load.request
         assert remote is not None  # noqa: S101
         try:
@@ -254,8 +255,8 @@ class DecodeScheduler:
             return
         if not same:
             text = (
-                f"of its first {remote.num_tokens} tokens or its adapter, items or salt, some are others at P; of a "
-                "body with several prompts, vLLM hands over the parameters of the first"
+                f"P's prompt differs in its first {remote.num_tokens} tokens, or in adapter, items or salt; for a body "
+                "with several prompts, vLLM returns only the parameters of the first"
             )
             self._fall_back(load, "other_prompt", text)
             return
@@ -264,14 +265,13 @@ class DecodeScheduler:
         load.num_tokens = min(remote.num_tokens, engine.loadable_tokens(prompt))
         if request.get_skip_reading_prefix_cache():
             self._compute_unread(load)
-        elif load.num_tokens == 0:  # too short to be handed off: that is no loss
+        elif load.num_tokens == 0:  # too short for a hand-off, which is no loss
             self._move(load, LoadEvent.NOTHING_TO_LOAD)
         elif engine.is_ahead(remote.num_tokens, prompt):
             text = (
-                f"P's states and windows are those of {remote.num_tokens} tokens, of this prompt at most "
-                f"{load.num_tokens} can be loaded: the last {engine.backoff} are computed here, for a state, for a "
-                "window or for num_speculative_tokens, and P leaves as many with equal settings and without "
-                "prompt_logprobs"
+                f"P's states and windows are those of {remote.num_tokens} tokens, but at most {load.num_tokens} of "
+                f"this prompt can be loaded. D computes the last {engine.backoff} itself, for a state, for a window or "
+                "for num_speculative_tokens. With equal settings and without prompt_logprobs P leaves as many to D"
             )
             self._fall_back(load, "state_ahead", text)
         else:
@@ -280,13 +280,13 @@ class DecodeScheduler:
                 self._move(load, LoadEvent.SHARED)
 
     def _compare_finished(self, load: Load | None) -> Load | None:
-        """Compare a prompt whose comparison was put off; return the load, None if there is none or it has ended."""
+        """Finish a comparison that still waits; return the load, or None if it has ended or there is no load."""
         if load is not None and load.state is LoadState.COMPARING:
             self._compare_prompt(load)
         return None if load is None or load.state.is_end else load
 
     def _is_shared(self, load: Load, remote: PrefillParams) -> bool:
-        """Return whether other requests may come, or have come, with the same parameters."""
+        """Return whether other requests have, or may get, the same parameters."""
         key = remote.lease_key
         known = key in self._shared
         self._shared[key] = known or is_sample(load.request_id)
@@ -300,8 +300,8 @@ class DecodeScheduler:
     def matched_tokens(self, request: Request, local: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the `local` ones will be loaded, None if that is not known yet.
 
-        vLLM asks again in each step until it has scheduled the request. The answer follows from the state of the load;
-        it changes only if P has answered or the request has waited too long.
+        vLLM asks again in each step until it has scheduled the request. The answer follows from the state of the load.
+        It changes only if P has replied or the request has waited too long.
         """
         load = self.pending.get(request.request_id)
         if self.failed.must_yield_to_running(request.request_id, loads=load is not None):
@@ -315,7 +315,7 @@ class DecodeScheduler:
         if load.state is LoadState.FOLLOWING:
             self._look_at_ticket(load)
             if load.ticket is None and not load.state.is_end and request.request_id in self._items_end:
-                return _UNKNOWN  # vLLM has looked for its blocks by the items that it had before
+                return _UNKNOWN  # vLLM looked up its blocks by the items before P's were adopted
         if load.state is LoadState.COMPARING:
             if not self._context.prompts.is_ready(request.request_id):
                 return _UNKNOWN
@@ -335,14 +335,14 @@ class DecodeScheduler:
         if held and load.state is LoadState.ASKING:
             self._move(load, LoadEvent.HELD)
         if not held:
-            reason, text = "late_reader", "others have read what P held for it, and its lease has ended"
+            reason, text = "late_reader", "P no longer holds it: other readers have read it, and its lease has ended"
             if load.purpose is Purpose.NEXT_TURN and load.remote is not None:
-                text = f"{load.remote.address} does not hold the last turn's answer any more, or does not answer"
+                text = f"{load.remote.address} no longer holds the last turn's answer, or does not reply"
         elif self.failed.waited_too_long_for_blocks(load):
             reason = "no_room"
-            text = "it waits for blocks that this engine keeps for others, who may wait for those that it claims"
+            text = "it waits for blocks that this engine holds for readers, and they may wait for blocks that it claims"
             if load.state is LoadState.RETRYING:
-                text = "its load has failed, and there are not enough free blocks to try again"
+                text = "its load has failed, and there are not enough free blocks to retry"
         elif load.purpose is Purpose.NEXT_TURN and self._is_short(load, local):
             self._move(load, LoadEvent.NOTHING_TO_LOAD)
             return _NOTHING
@@ -354,44 +354,44 @@ class DecodeScheduler:
         return self._answer_of_failing(load.request, local) if load.state is LoadState.REFUSED else _NOTHING
 
     def _answer_of_failing(self, request: Request, local: int) -> tuple[int, bool]:
-        """Return what vLLM hears of a load that fails: only a request that waits for tokens can fail.
+        """Return the answer to vLLM for a load that fails: vLLM can fail only a request that waits for tokens.
 
-        With one token it needs the fewest blocks. Where `local` leaves out what a hit has of a last block that is not
-        full, vLLM lets it wait for more tokens than that only; a hit never has all of them. A prompt that must not read
-        its cache waits for nothing; since it fails, it may read.
+        With one token it needs the fewest blocks. If `local` excludes a hit's partial last block, one token is too few:
+        vLLM lets a request wait only for more tokens than that block has. A hit never has all tokens, so the answer is
+        all that are left. A prompt that must not read the prefix cache waits for nothing. Since it fails, it may read.
         """
         if self._trusts_items:
             request.skip_reading_prefix_cache = False
         return request.num_tokens - local if self._context.partial_hits else 1, True
 
     def _is_short(self, load: Load, local: int) -> bool:
-        """Return whether a prefill computes as fast what it would read."""
+        """Return whether so few tokens would be read that computing them is as fast."""
         threshold = self._context.settings.kv_recompute_threshold
         if load.num_tokens - local >= threshold:
             return False
         return load.num_tokens - self._hit_without_load(load.request, local) < threshold
 
     def _hit_without_load(self, request: Request, local: int) -> int:
-        """Return how many tokens vLLM would not compute: the hit that it names is that of full attention."""
+        """Return how many tokens vLLM would not compute if nothing is loaded: `local` is only full attention's hit."""
         engine, manager = self._context.engine, self._context.manager
         if manager is not None and (engine.has_state or engine.has_windows):
             return min(local, int(manager.get_computed_blocks(request)[1]))
         return local
 
     def _is_held(self, load: Load) -> bool | None:
-        """Return whether P still holds what is to be loaded; None if it has to answer first."""
+        """Return whether P still holds the blocks; None if P must reply first."""
         if not load.must_be_confirmed or load.remote is None:
             return True
         held = self.renewer.is_held(load.remote.address, load.remote.claim(load.reader))
         if held is None and time.monotonic() - load.since >= self._context.settings.handshake_timeout:
-            # The read finds that P does not answer, and kv_load_failure_policy decides; a prefill computes instead.
+            # D's read will fail if P does not reply, and kv_load_failure_policy decides. A prefill computes instead.
             return load.purpose is Purpose.DECODE
         return held
 
     # --- Blocks and reads ---------------------------------------------------------------------------------------
 
     def on_blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """Order the read into the blocks that vLLM has given a load; without external tokens nothing is loaded."""
+        """Make the read command for the blocks that vLLM has given a load; without external tokens it loads nothing."""
         self.failed.on_blocks_or_end(request.request_id)
         load = self._compare_finished(self.pending.get(request.request_id))
         if load is None or load.state in (LoadState.PIECES, LoadState.LOADING, LoadState.FAILING):
@@ -418,12 +418,12 @@ class DecodeScheduler:
     ) -> ReadCommand:
         geometry = self._context.geometry
         if remote is None or geometry is None:
-            raise RequestError("there is nothing to load it from")
+            raise RequestError("there is no P to load it from")
         tables = [blocks.blocks[index] for index in self._context.engine.transfer_groups]
         entries = live_entries(geometry, load.num_tokens, list(map(len, tables)))
         spans = []
         for group, table, needed in zip(geometry.groups, tables, entries, strict=True):
-            # Each group has a hit of its own: the one that vLLM names is that of full attention.
+            # Each group has its own hit; vLLM reports only that of full attention.
             is_state = group.kind == "ssm"
             first = needed.start if is_state else hit_blocks(table, needed.start)
             filled = table[first : needed.stop]
@@ -445,14 +445,14 @@ class DecodeScheduler:
     # --- Tickets ------------------------------------------------------------------------------------------------
 
     def _look_at_ticket(self, load: Load) -> None:
-        """Act on what P says of a ticket whose request has no blocks yet."""
+        """Act on P's progress with a ticket whose request has no blocks yet."""
         ticket = load.ticket
         assert ticket is not None  # noqa: S101
         if (params := ticket.follower.handed_off_params()) is not None:
             self._move(load, LoadEvent.HANDED_OFF)
             load.since = time.monotonic()
             self._add_params(load, params)
-        elif not is_sample(load.request_id):  # samples share what P holds: each reads it as a whole, when it is there
+        elif not is_sample(load.request_id):  # samples share P's blocks: each reads all of them after the hand-off
             try:
                 load.num_tokens = self._following.announced_tokens(load.request, ticket) or 0
             except OtherPromptError as error:
@@ -462,7 +462,7 @@ class DecodeScheduler:
                 self._move(load, LoadEvent.TICKET_LOST)
 
     def _read_next_piece(self, load: Load, ticket: FollowedLoad) -> None:
-        """Order the next piece of a followed load, or the last one; unless a piece is being read."""
+        """Order the next piece of a followed load, or the rest after the hand-off; not while it reads a piece."""
         follower, geometry = ticket.follower, self._context.geometry
         params = follower.handed_off_params()
         if ticket.is_reading or geometry is None:
@@ -484,12 +484,12 @@ class DecodeScheduler:
             self._move(load, LoadEvent.SETTLED, piece)
 
     def _last_piece(self, load: Load, ticket: FollowedLoad, params: dict[str, Any]) -> ReadCommand:
-        """Return what reads the rest of a followed load, which from here on is a load like others."""
+        """Return the command that reads the rest of a followed load; from then on it is a load like others."""
         remote = self._counted(
             PrefillParams.from_params(params, self._context.secrets, num_prompt_tokens=ticket.num_prompt_tokens)
         )
         if self._context.geometry is None:
-            raise RequestError("this engine has no caches that were registered")
+            raise RequestError("this engine has registered no caches")
         command = ticket.last_piece(self._context.geometry, remote)
         load.remote, load.since = remote, time.monotonic()
         load.is_shared = self._is_shared(load, remote)
@@ -498,12 +498,12 @@ class DecodeScheduler:
     # --- Steps --------------------------------------------------------------------------------------------------
 
     def take_metadata(self) -> StepMetadata:
-        """Return the reads and refusals since the last call; called at the end of each of vLLM's schedules."""
+        """Return the reads and refusals since the last call. vLLM calls it at the end of each schedule."""
         for request_id, ticket in list(self._following.with_blocks.items()):
             self._read_next_piece(self.pending[request_id], ticket)
         if self._loads.unclaimed:
             self._claim_what_lasts()
-        for load in self._loads.comparing():  # what is scheduled in the next step is not claimed
+        for load in self._loads.comparing():  # after the claims: a load that the next step schedules needs no claim
             if not self._context.prompts.is_ready(load.request_id):
                 break
             self._compare_prompt(load)
@@ -511,21 +511,21 @@ class DecodeScheduler:
         return metadata
 
     def wait_for_progress(self) -> None:
-        """Wait a little for what pending loads wait for: progress of a followed prompt, the digest of one."""
+        """Wait a little for what pending loads need: progress of a followed prompt, or the digest of a prompt."""
         self._following.wait_for_progress(load.ticket for load in self.pending.values())
-        for load in self._loads.comparing():  # the thread makes one after the other
+        for load in self._loads.comparing():  # the thread makes one digest after the other
             self._context.prompts.is_ready(load.request_id, _DIGEST_SECONDS)
             break
 
     def _claim_what_lasts(self) -> None:
-        """Claim what waits for room, or takes long to load."""
+        """Claim loads that wait for blocks, or take long to read."""
         now = time.monotonic()
         for load in list(self._loads.unclaimed.values()):
             if load.state is not LoadState.LOADING or now - load.since >= _CLAIM_AFTER_SECONDS:
                 self._move(load, LoadEvent.LASTS)
 
     def on_worker_results(self, output: KVConnectorOutput) -> None:
-        """Act on the reads that have ended."""
+        """Act on reads that have ended."""
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._note_report(report)
@@ -536,7 +536,7 @@ class DecodeScheduler:
                 self._read_ended(load, failed=request_id in failed or load.state is LoadState.FAILING)
 
     def _note_report(self, report: WorkerReport) -> None:
-        """Note what some ranks say of the reads that they have ended."""
+        """Note what some ranks report of reads that they have ended."""
         for request_id, tokens in report.first_tokens.items():
             if (load := self.pending.get(request_id)) is not None and load.attempt is not None:
                 load.attempt.first_tokens = merge_first_tokens(load.attempt.first_tokens, tokens)
@@ -554,12 +554,12 @@ class DecodeScheduler:
             self._metadata.verdicts |= self._digests.verdicts(report)
 
     def _read_ended(self, load: Load, *, failed: bool) -> None:
-        """Act on a read that has ended on all ranks; `failed` is what vLLM has heard."""
+        """Act on a read that has ended on all ranks; `failed`: whether vLLM knows it as failed."""
         attempt, recompute = load.attempt, self._context.engine.recompute
         assert attempt is not None  # noqa: S101
         if load.purpose is Purpose.NEXT_TURN:
             failed = failed or attempt.rank_failed
-            # A block that is not filled from its start cannot be handed off, and D would lack the window in it.
+            # A block that is not filled from its start cannot be handed off: D would lack a part of the window.
             if load.end is None and (failed or attempt.first_tokens):
                 self._recompute(load, "failed_read" if failed else "short_window")
             event = LoadEvent.FAILED if failed else LoadEvent.LOADED
@@ -576,17 +576,17 @@ class DecodeScheduler:
         self._move(load, event)
 
     def _recompute(self, load: Load, reason: str) -> None:
-        """Make vLLM compute the prompt of a next turn, whatever ``kv_load_failure_policy`` is."""
+        """Make vLLM compute the prompt of a next turn, for any ``kv_load_failure_policy``."""
         request = load.request
-        self._compute_locally(load.request_id, reason, "the last turn's answer could not be read as it is needed")
+        self._compute_locally(load.request_id, reason, "the last turn's answer could not be read completely")
         if self._context.manager is not None:
-            # What vLLM itself does with the recompute policy. It has not looked at the request yet.
+            # vLLM does the same with the recompute policy. It has not processed this result yet.
             self._context.manager.free(request)
             request.num_computed_tokens = 0
             self.failed.on_load_failed(load.request_id)
 
     def _exclude_partial_blocks(self, request_id: str, first_tokens: Mapping[int, int]) -> None:
-        """Exclude blocks that the read has not filled from their first token on from the prefix cache."""
+        """Exclude blocks from the prefix cache that the read has not filled from their first token on."""
         if self._context.manager is not None:
             for group, token in first_tokens.items():
                 mark_uncacheable(self._context.manager, request_id, self._context.engine.transfer_groups[group], token)
@@ -608,14 +608,14 @@ class DecodeScheduler:
     # --- What is done about an event ----------------------------------------------------------------------------
 
     def _fail(self, load: Load, failure: Failure) -> None:
-        """Have a request fail that has no blocks."""
+        """Make a request fail that has no blocks."""
         load.refusal = failure
         self._move(load, LoadEvent.REFUSED)
         load.remote, load.claim = None, None
 
     def _fall_back(self, load: Load, reason: str, text: str) -> None:
-        """Have ``kv_load_failure_policy`` decide about a prompt that P has computed and D cannot load."""
-        failure = Failure(reason, text, transient=False)
+        """Let ``kv_load_failure_policy`` decide about a prompt that D cannot load; a prefill always computes it."""
+        failure = Failure(reason, text, passing=False)
         if load.purpose is Purpose.DECODE and not self._context.engine.recompute:
             self._fail(load, failure)
             return
@@ -623,17 +623,17 @@ class DecodeScheduler:
         self._move(load, LoadEvent.LOCAL)
 
     def _compute_unread(self, load: Load) -> None:
-        """Leave a prompt to vLLM that computes it anyway, because its log-probabilities are asked for."""
-        text = "skip_reading_prefix_cache is set for it, which prompt_logprobs do"
-        load.refusal = Failure("skip_reading_prefix_cache", text, transient=False)
+        """Leave a prompt to vLLM, which computes it anyway because its log-probabilities are asked for."""
+        text = "skip_reading_prefix_cache is set for it, for example because of prompt_logprobs"
+        load.refusal = Failure("skip_reading_prefix_cache", text, passing=False)
         self._move(load, LoadEvent.LOCAL)
 
     def _compute_locally(self, request_id: str, reason: str, text: str) -> None:
-        logger.warning("kvhma: request %s is computed here: %s", request_id, text)
-        self._context.stats.count("local_prefills", label=reason)
+        logger.warning("kvhma: falling back to local prefill of %s: %s", request_id, text)
+        self._context.stats.count("computed_prompts", label=reason)
 
     def _move(self, load: Load, event: LoadEvent, command: ReadCommand | None = None) -> None:
-        """Move a load on, and carry out what its machine asks for; `command` is the read that the event brings."""
+        """Give an event to a load's machine, and carry out its effects; `command` is the read that the event brings."""
         effects = self._loads.on(load, event)
         if load.state.is_end:
             self._digests.discard_sums(load.request_id)
@@ -664,7 +664,7 @@ class DecodeScheduler:
             computes = self._context.engine.recompute or load.purpose is Purpose.NEXT_TURN
             self._release_claim(load, read=computes or load.end is End.ABORTED)
         elif effect is LoadEffect.RELEASE_UNNOTIFIED:
-            # What is claimed is released all the same: a renewal may have been on its way, and have claimed it again.
+            # A claimed load is released in any case: a renewal in flight may have claimed it again.
             if load.claim is not None or not self._worker_has_notified(load):
                 self._release_claim(load, read=True)
         elif effect in _TICKET_ENDS and ticket is not None:
@@ -674,27 +674,27 @@ class DecodeScheduler:
     # --- Leases -------------------------------------------------------------------------------------------------
 
     def _release_claim(self, load: Load, *, read: bool) -> None:
-        """Notify P that a reader is gone; if it has not `read`, another engine may be given the same parameters."""
+        """Notify P that a reader is done; if it has not `read`, another engine may get the same parameters."""
         if load.remote is not None:
             outcome = self._read_outcome(load.remote) if read else Outcome.UNREAD
             self.renewer.release_claim(load.remote.address, load.remote.claim(load.reader), outcome)
 
     def _worker_notifies(self, remote: PrefillParams | None) -> bool:
-        """Return whether the worker that reads a load notifies P itself; not before its digest was compared."""
+        """Return whether the worker itself notifies P after its read; not if D compares a digest first."""
         has_digest = remote is not None and remote.content_seed is not None
         return self._context.engine.worker_releases and not has_digest
 
     def _worker_has_notified(self, load: Load) -> bool:
-        """Return whether P knows that a load was read."""
+        """Return whether a worker has notified P that a load was read."""
         asked_p = load.attempt is not None and not load.attempt.verified_by_board
         return asked_p and self._worker_notifies(load.remote)
 
     def _outcome(self, remote: PrefillParams) -> Outcome | None:
-        """Return what a worker tells P itself when it has read; None if others read too."""
+        """Return the outcome that a worker reports to P after its read; None if the scheduler notifies P."""
         return self._read_outcome(remote) if self._worker_notifies(remote) else None
 
     def _read_outcome(self, remote: PrefillParams) -> Outcome:
-        # Any of these may turn out to be a reader; if none is, P keeps the blocks for two seconds more.
+        # Each of these may still be a reader of the same blocks. If not, P holds them for two seconds longer.
         uncompared = (load.remote for load in self._loads.comparing() if load.remote is not None)
         may_be_shared = any(candidate.lease_key == remote.lease_key for candidate in uncompared)
         shared = may_be_shared or self._shared.get(remote.lease_key, False)
@@ -702,7 +702,7 @@ class DecodeScheduler:
 
 
 def _beyond(load: Load, local: int) -> tuple[int, bool]:
-    """Return how many tokens of a load vLLM has not got."""
+    """Return how many tokens of a load vLLM does not have yet."""
     return (load.num_tokens - local, True) if load.num_tokens > local else _NOTHING
 
 
@@ -711,6 +711,6 @@ def _refused(text: str) -> Failure:
 
 
 def _bounded(remote: PrefillParams) -> PrefillParams:
-    """Return parameters whose lease is within bounds."""
+    """Return the parameters with a lease within bounds."""
     lease = min(max(remote.lease, _MIN_LEASE_SECONDS), _MAX_LEASE_SECONDS)
     return remote if lease == remote.lease else remote._replace(lease=lease)

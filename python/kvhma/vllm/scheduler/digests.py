@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of what blocks hold, in the scheduler's process: which requests are summed, and whether a load is right.
+"""Digests of block contents, in the scheduler's process: which requests get a digest, and whether a load is right.
 
-P   request ends -> its workers sum the blocks -> the sum of all ranks is kept with the lease
-D   its workers read, sum, ask P for its sum -> both reach the scheduler -> it compares -> the load ends, or fails
+* P: a request ends -> its workers sum the blocks -> the lease stores the sum of all ranks.
+* D: the workers read, sum, and ask P for its sum -> the scheduler compares both -> the load ends, or fails.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kvhma.vllm.wire.params import LeaseKey, PrefillParams, random_id
 from kvhma.vllm.wire.peer_log import logger
 
 _NAMED = 8
-"""Differences that a text names."""
+"""At most so many differences are listed in a message."""
 
 _WAITING = 4096
-"""Requests whose digests some ranks have not reported yet; the oldest are forgotten."""
+"""At most so many requests wait for the sums of all ranks; the oldest is evicted for a new one."""
 
 
 class PrefillDigests:
-    """P's part: chooses finished requests, and keeps what all ranks have summed with the lease."""
+    """P's part: chooses finished requests, and stores the sum of all ranks with the lease."""
 
     def __init__(self, context: SchedulerContext) -> None:
         """Start without requests."""
@@ -37,7 +37,7 @@ class PrefillDigests:
         self._sums: dict[LeaseKey, tuple[ContentDigest, int] | None] = {}
 
     def choose_request(self, remote: PrefillParams) -> PrefillParams:
-        """Return the parameters of a request that has ended, with a seed if it is summed."""
+        """Return the parameters of a request that has ended, with a seed if it gets a digest."""
         share = self._context.settings.content_digests
         if not share or random.random() >= share:  # noqa: S311
             return remote
@@ -51,20 +51,20 @@ class PrefillDigests:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether workers have to be told of requests, or to tell what they have summed. D does not ask for longer."""
+        """Whether workers still have to sum or to report. After this time D asks no more."""
         return bool(self._sums) and time.monotonic() < self._wait_until
 
     def on_lease_ended(self, key: LeaseKey) -> None:
-        """Forget a request that is not kept any more."""
+        """Discard the sums of a request that P no longer holds."""
         self._sums.pop(key, None)
 
     def take_orders(self) -> list[DigestOrder]:
-        """Return the requests whose blocks the workers have to sum."""
+        """Return the requests whose blocks the workers must sum."""
         orders, self._orders = self._orders, []
         return orders
 
     def on_worker_results(self, report: WorkerReport) -> None:
-        """Take what some ranks have summed."""
+        """Add the sums of some ranks."""
         for key, sums in report.prefill_digests.items():
             if key not in self._sums:
                 continue
@@ -75,13 +75,18 @@ class PrefillDigests:
                 del self._sums[key]
                 content = total.to_bytes()
                 if len(content) > MAX_CONTENT_BYTES:
-                    logger.warning("kvhma: the digest of %s has %d bytes, too many", key.request_id, len(content))
+                    logger.warning(
+                        "kvhma: discarding the digest of %s: it has %d bytes, at most %d are sent",
+                        key.request_id,
+                        len(content),
+                        MAX_CONTENT_BYTES,
+                    )
                 else:
                     self._context.leases.note_content(key, content)
 
 
 class DecodeDigests:
-    """D's part: adds what the ranks have read, and compares it with what P holds."""
+    """D's part: adds the sums of its ranks, and compares them with P's."""
 
     def __init__(self, context: SchedulerContext) -> None:
         """Start without loads."""
@@ -89,11 +94,11 @@ class DecodeDigests:
         self._sums: dict[str, LoadDigest] = {}
 
     def discard_sums(self, request_id: str) -> None:
-        """Forget what ranks have read: the request is loaded anew, or not at all."""
+        """Discard the sums of a request: it is loaded again, or not at all."""
         self._sums.pop(request_id, None)
 
     def verdicts(self, report: WorkerReport) -> dict[str, Failure | None]:
-        """Take what some ranks have read; return what is known of loads by now, see `StepMetadata`."""
+        """Add the sums of some ranks; return the verdicts that are known by now, see `StepMetadata`."""
         found: dict[str, Failure | None] = {}
         for request_id, digest in report.digests.items():
             known = self._sums.get(request_id)
@@ -102,7 +107,7 @@ class DecodeDigests:
             if total.ranks == self._context.engine.workers:
                 del self._sums[request_id]
                 found[request_id] = self._compare_sums(total)
-        # Where one rank has failed, the others have nothing to wait for.
+        # If a rank has failed, the other ranks must not wait for a verdict.
         return found | dict.fromkeys(report.failures)
 
     def _compare_sums(self, digest: LoadDigest) -> Failure | None:

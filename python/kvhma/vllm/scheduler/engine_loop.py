@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's loop in the scheduler's process: it rests while all that an engine has to do is to keep blocks for others.
+"""vLLM's loop in the scheduler's process: the engine sleeps while all it has to do is to hold blocks for readers.
 
     vLLM    step, step, .................................. step, ......................... step
-    kept    | request ends            read, released |        |
-    ticks         .     .     .     .     .     .     x  wakes the loop up, which frees the blocks
+    held    | request ends            read, released |        |
+    ticks         .     .     .     .     .     .     x  wakes the loop, which frees the blocks
 
-A request whose blocks vLLM itself keeps for its connector makes it step without a pause, in the scheduler and in every
-worker, until they are free. Blocks that the connector keeps do not, see :mod:`kvhma.vllm.scheduler.held_blocks`. What
-has ended meanwhile is nobody's to miss: a new request makes a step of its own.
+If vLLM itself delays the freeing of blocks for its connector, the scheduler and every worker step without a pause until
+then. The connector holds blocks without that, see :mod:`kvhma.vllm.scheduler.held_blocks`. No request waits for the
+blocks of ended leases: a new request makes the engine step, and each step frees them.
 """
 
 from __future__ import annotations
@@ -25,52 +25,54 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCoreProc
 
 STEPS_UNDER_WAY = 2
-"""That vLLM has at most, with asynchronous scheduling: when it builds the second one after some moment, all that were
-under way then have ended."""
+"""Most steps that vLLM has in flight, with async scheduling: when it builds the second step after some moment, all
+steps that were in flight at that moment have ended."""
 
 _TICK_SECONDS = 0.5
-"""Between two looks at the leases of an engine that rests, so that it makes one step for all that ended meanwhile."""
+"""A sleeping engine checks its leases this often, so that it makes one step for all that ended meanwhile."""
 
 _STEP_SECONDS = 5.0
-"""After so long it makes a step in any case: with it go the numbers for metrics."""
+"""After so long a sleeping engine makes a step in any case: a step reports the metrics."""
 
 _USED = ("input_queue", "is_running", "is_scheduler_paused")
-"""What is used of vLLM's loop."""
+"""Attributes of vLLM's loop that are used here."""
 
 
 class EngineLoop:
-    """Says if vLLM's loop may rest, and wakes it up when a step has something to do.
+    """Decides whether vLLM's loop may sleep, and wakes it when a step has something to do.
 
-    It steps on, as it would without this, where it is not found (an engine in the process of its front end has none),
-    and while it is paused or shut down: vLLM waits then until nothing is kept any more.
+    vLLM's loop keeps stepping, as it would without this class, in two cases:
+
+    * The loop is not found: an engine in the process of its front end has no loop.
+    * vLLM pauses or shuts down. Then it waits until the engine holds no blocks.
     """
 
     def __init__(self, leases: LeaseTable, counters: Counters) -> None:
-        """Start with a loop that does not rest; the first one that does starts a thread."""
+        """Start without a thread: the first time that the loop sleeps starts it."""
         self._leases = leases
         self._counters = counters
         self._engine: EngineCoreProc | None = None
         self._searched = False
         self._due = False
-        """Whether a step was asked for and has not been made."""
+        """Whether a wake-up was sent and no step was made since."""
         self._stepped_at = 0.0
         self._is_sleeping = threading.Event()
         self._closed = threading.Event()
         self._thread: SupervisedThread | None = None
 
     def close(self) -> None:
-        """Wake nobody up any more."""
+        """Stop the thread: it sends no more wake-ups."""
         self._closed.set()
         self._is_sleeping.set()
         if self._thread is not None:
             self._thread.join()
 
     def on_step(self) -> None:
-        """Take note that a step is made."""
+        """Note that a step is made."""
         self._due, self._stepped_at = False, time.monotonic()
 
     def must_step(self) -> bool:
-        """Return whether the next step is to be made now, though nothing is computed. To be called by vLLM's loop."""
+        """Return whether vLLM must make a step now, though it computes nothing. Only vLLM's loop may call this."""
         if self._leases.is_empty:
             self._due = False
             return False
@@ -86,7 +88,7 @@ class EngineLoop:
 
     def _tick(self) -> None:
         while not self._closed.is_set():
-            if self._leases.is_empty:  # else this has begun again
+            if self._leases.is_empty:  # not empty if this thread has just begun, or was restarted
                 self._is_sleeping.wait()
             self._is_sleeping.clear()
             while not self._leases.is_empty and not self._closed.wait(_TICK_SECONDS):
@@ -94,7 +96,7 @@ class EngineLoop:
                     self._wake_up()
 
     def _wake_up(self) -> None:
-        """Have the loop look again if it may rest. It may be in a step, which does the same."""
+        """Make the loop ask :meth:`must_step` again. If it is in a step, it asks after that."""
         from vllm.v1.engine import EngineCoreRequestType
 
         if self._engine is not None and not self._due:
@@ -103,9 +105,9 @@ class EngineLoop:
 
 
 def _calling_engine() -> EngineCoreProc | None:
-    """Return the engine whose loop has called; None if there is none, or one that is not known.
+    """Return the engine whose loop is the caller; None if no loop called, or if it lacks an attribute used here.
 
-    vLLM does not tell its connectors. It wakes up a loop that waits for requests through the queue that they come by.
+    vLLM does not give its engine to connectors. The queue by which requests come also wakes a loop that waits for them.
     """
     from vllm.v1.engine.core import EngineCoreProc
 

@@ -9,21 +9,21 @@ from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.load_machine import Load, LoadState
 
 _RETRY_SECONDS = 1.0
-"""How long a load that failed waits for blocks to be tried again. vLLM reserves blocks for it as if it were still
-loading, so that the second try needs twice as many; where they never are free, it would wait for ever."""
+"""How long a failed load waits for blocks before it stops retrying. vLLM reserves blocks for it as if it were still
+loading, so the retry needs twice as many. If they never become free, it would wait for ever."""
 
 
 class FailedLoads:
     """Requests whose load has failed, until vLLM gives them blocks again."""
 
     def __init__(self, context: SchedulerContext) -> None:
-        """Start without any."""
+        """Start without requests."""
         self._context = context
         self._yielded_at: dict[str, float | None] = {}
-        """When each has yielded; None before."""
+        """When each request has yielded; None before."""
 
     def on_load_failed(self, request_id: str) -> None:
-        """Note that a load has failed, and holds no blocks any more."""
+        """Note that a load has failed, and has lost its blocks."""
         self._yielded_at[request_id] = None
 
     def on_blocks_or_end(self, request_id: str) -> None:
@@ -31,12 +31,12 @@ class FailedLoads:
         self._yielded_at.pop(request_id, None)
 
     def must_yield_to_running(self, request_id: str, *, loads: bool) -> bool:
-        """Return whether a request has to wait for a step, because a load has failed; `loads` says if it is a load.
+        """Return whether a request must wait for a step because a load has failed; `loads`: whether it is a load.
 
         vLLM puts a failed load back in front of requests that hold blocks. There it would wait for blocks that they
         release only after it. So it yields once, and vLLM queues it after them. vLLM still reserves blocks for it.
-        Loads of higher priority, which lack these blocks, would wait in front of it for ever: they yield too, once it
-        has waited for a while.
+        Loads of higher priority, which lack these blocks, would wait in front of it for ever. So they yield too, once
+        the failed load has waited for a second.
         """
         if not self._yielded_at:
             return False
@@ -52,8 +52,8 @@ class FailedLoads:
     def waited_too_long_for_blocks(self, load: Load) -> bool:
         """Return whether a load has waited too long for blocks.
 
-        For a second try that is a second. For a first one it is a lease, while other engines have yet to read from
-        here.
+        A retry may wait for a second. A first read may wait for one lease, if this engine holds blocks for readers;
+        otherwise it may wait for ever.
         """
         now = time.monotonic()
         if load.waits_since is None:

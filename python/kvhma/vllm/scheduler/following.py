@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that D reads while P computes its prompt: what is read next, and what has to be read again.
+"""A request that D reads while P computes its prompt: which piece D reads next, and what it must read again.
 
-A piece counts for as long as P's epoch stays the same: P begins another one before it overwrites anything that it has
-follower of. The parameters that P hands out at the end have the epoch too, and under their lease the blocks are held until
-after the last read; so what is equal to them then was right all the time.
+A piece stays valid while P's epoch stays the same: P begins a new epoch before it overwrites blocks that it has
+reported. P's final parameters have the epoch too, and their lease holds the blocks until after the last read. So if D's
+epoch and blocks equal those of the parameters, all pieces were right.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _NO_LEASE = LeaseKey("", 0)
-"""Nothing is kept for a reader yet."""
+"""P holds nothing for readers yet."""
 
 _PROGRESS_SECONDS = 5e-3
-"""How long a step waits for P: new requests wait as long."""
+"""How long a step waits for progress of P: new requests wait as long."""
 
 
 @dataclass
 class FollowedLoad:
-    """How far a followed load is.
+    """A load that follows a ticket, and how much of it D has read.
 
     Attributes:
-        follower: what P says.
+        follower: P's progress.
         num_prompt_tokens: of D's request.
-        command: what is to be filled, and with how many tokens; None before it has blocks.
-        blocks: that it takes.
-        checked: whether what P computes is what D asks for.
-        is_compared_at_hand_off: whether only what P hands over will say, since it may be the multimodal items that differ.
+        command: the blocks to fill, and how many tokens; None before vLLM has allocated blocks.
+        blocks: number of blocks that the load needs.
+        checked: whether D has compared P's prompt with its own.
+        is_compared_at_hand_off: whether the prompts differ so far, perhaps only in items that D adopts at the hand-off.
         epoch: of the pieces.
-        done: tokens of the pieces that were read, and of the one that is being read.
-        done_before: tokens of those without that one.
-        is_reading: whether one is.
-        ranks_done: that have read it.
-        in_pieces: whether pieces are read; if one was lost, all that is left is read at the end.
+        done: tokens of all pieces that D has read or is reading.
+        done_before: tokens of the pieces before the one that D is reading.
+        is_reading: whether D is reading a piece.
+        ranks_done: ranks that have read this piece.
+        in_pieces: whether D reads pieces; if a read of one fails, D reads the rest at the hand-off.
     """
 
     follower: TicketFollower
@@ -64,10 +64,10 @@ class FollowedLoad:
     in_pieces: bool = True
 
     def provisional(self) -> PrefillParams:
-        """Return what is known of P's request before it hands it over."""
+        """Return the parameters of P's request as far as they are known before the hand-off."""
         follower = self.follower
         if follower.source is None:
-            raise RequestError("P has not said yet who it is")
+            raise RequestError("P has not replied yet")
         source = follower.source
         return PrefillParams(
             source.address,
@@ -83,7 +83,7 @@ class FollowedLoad:
         )
 
     def next_piece(self, geometry: Geometry, min_tokens: int) -> ReadCommand | None:
-        """Return the next piece to read, of `min_tokens` tokens; None if there is none now."""
+        """Return the next piece to read, of at least `min_tokens` tokens; None if there is nothing to read now."""
         command, follower = self.command, self.follower
         if command is None or self.is_reading or not self.in_pieces:
             return None
@@ -97,14 +97,14 @@ class FollowedLoad:
             groups = follower.groups
         spans = piece(geometry, command.spans, self.done, end)
         self.done_before, self.done = self.done, end
-        if not any(len(span.ids) for span in spans):  # D has them in its prefix cache
+        if not any(len(span.ids) for span in spans):  # D's prefix cache has these tokens
             return None
         self.is_reading, self.ranks_done = True, 0
         remote = command.remote._replace(spans=tuple(Span(0, tables.get(group, [])) for group in range(groups)))
         return command._replace(remote=remote, num_tokens=end, spans=tuple(spans), outcome=None, piece=True)
 
     def note_piece_read(self, ranks: int, total_ranks: int, error: str) -> bool:
-        """Take note that more ranks have read a piece; return whether all have."""
+        """Count ranks that have read a piece; return whether all have. An `error` ends the reading in pieces."""
         self.ranks_done += ranks
         if error:
             self.in_pieces = False
@@ -116,19 +116,19 @@ class FollowedLoad:
         return True
 
     def last_piece(self, geometry: Geometry, remote: PrefillParams) -> ReadCommand:
-        """Return the load of what is left to read, now that P has handed the request over.
+        """Return the command that reads the rest, after P has handed off the request.
 
-        All of it, if what was read before may have been overwritten since, or is not where P says that it is.
+        It reads all tokens again if P may have overwritten those read before, or if P's blocks are others now.
 
         Raises:
-            RequestError: P had said something else before.
+            RequestError: P hands off another prompt than it reported.
         """
         follower = self.follower
         if self.command is None:
-            raise RequestError("it has no blocks")
+            raise RequestError("vLLM has not allocated blocks for it")
         if (remote.num_tokens, remote.prompt) != (follower.total, follower.prompt):
             raise RequestError(
-                f"P has computed {remote.num_tokens} tokens, it had said {follower.total}, or other ones"
+                f"P hands off {remote.num_tokens} tokens, but it reported {follower.total}, or another prompt"
             )
         same = remote.epoch == self.epoch and all(
             group < len(remote.spans) and _begins_with(remote.spans[group], table)
@@ -141,10 +141,14 @@ class FollowedLoad:
 
 
 class FollowedLoads:
-    """Requests that D follows, and those of them that have blocks."""
+    """Requests that D follows.
+
+    Attributes:
+        with_blocks: those that have blocks, by request.
+    """
 
     def __init__(self, context: SchedulerContext) -> None:
-        """Start without any."""
+        """Start without requests."""
         self._context = context
         settings = context.settings
         self._followers = TicketFollowers(
@@ -152,20 +156,21 @@ class FollowedLoads:
         )
         self.with_blocks: dict[str, FollowedLoad] = {}
         self._blocks_taken = 0
-        """Blocks of theirs."""
+        """Blocks of all requests in `with_blocks`."""
 
     def close(self) -> None:
-        """Ask P no more."""
+        """Stop following."""
         self._followers.close()
 
     def wait_for_progress(self, pending: Iterable[FollowedLoad | None]) -> None:
-        """Wait a little for what P says, in an engine that has nothing else to do: vLLM would only schedule again.
+        """Wait a little for progress of P, in an engine that has nothing else to do.
 
-        A prompt may take P seconds, and an engine that spins meanwhile takes two cores. While a piece is read the
-        worker waits, and the results of other steps are not kept waiting. Other connectors' loads are not known here.
+        Otherwise vLLM would only schedule again. P may take seconds for a prompt, and an engine that spins meanwhile
+        takes two cores. This does not wait while D reads a piece: then the worker waits, and the results of other
+        steps come without delay. Loads of other connectors are not known here.
 
         Args:
-            pending: what is followed of each load that has not ended; None for one that is read as a whole.
+            pending: for each load that has not ended, how it is followed; None for a load that is read as a whole.
         """
         followed = list(pending)
         if followed and all(load is not None and not load.is_reading for load in followed):
@@ -173,23 +178,23 @@ class FollowedLoads:
             self._followers.progressed.clear()
 
     def follow_ticket(self, request: Request, ticket: Ticket) -> FollowedLoad:
-        """Ask P about a request from now on.
+        """Follow the ticket of a request from now on.
 
         Raises:
-            RequestError: too many are followed.
+            RequestError: D follows too many tickets already.
         """
         tokens = request.num_prompt_tokens
-        # Through host memory a piece would have to stay there until the digest of all of it is made.
+        # With host staging, a piece would have to stay in host memory until the digest of the whole prompt is made.
         engine = self._context.engine
         follower = self._followers.follow_ticket(ticket, tokens, is_own=engine.is_own(ticket.address))
         return FollowedLoad(follower, tokens, in_pieces=not engine.host_staged)
 
     def announced_tokens(self, request: Request, followed: FollowedLoad) -> int | None:
-        """Return how many tokens P will hand over, if P has said so and there is room for them; else None.
+        """Return how many tokens D will load; None before P has reported that, or if there is no room yet.
 
         Raises:
-            OtherPromptError: of another prompt, or more than can be taken over.
-            RequestError: P will not.
+            OtherPromptError: P computes another prompt, or more tokens than D can load.
+            RequestError: P will not hand off the request.
         """
         follower = followed.follower
         if follower.error:
@@ -205,24 +210,24 @@ class FollowedLoads:
         return tokens if tokens > 0 and self._has_room(followed, tokens) else None
 
     def _check(self, request: Request, follower: TicketFollower) -> bool:
-        """Compare what P computes with what is asked for; return whether it takes P's multimodal items to do so."""
+        """Compare P's prompt with D's; return whether D needs P's multimodal items to do so."""
         engine = self._context.engine
         if follower.total > request.num_prompt_tokens or (
             self._context.prompts.make_digest(request, follower.total) != follower.prompt
         ):
             if self._context.settings.trusts_items and follower.total <= request.num_prompt_tokens:
                 return True
-            raise OtherPromptError(f"P computes {follower.total} tokens, or its adapter, items or salt are others")
+            raise OtherPromptError(f"P's prompt of {follower.total} tokens differs, or its adapter, items or salt do")
         if engine.is_ahead(follower.total, request.num_prompt_tokens):
             loadable = engine.loadable_tokens(request.num_prompt_tokens)
             raise OtherPromptError(
-                f"P computes {follower.total} tokens, of this prompt at most {loadable} can be loaded: the last "
-                f"{engine.backoff} are computed here, and P leaves as many with equal settings"
+                f"P computes {follower.total} tokens, but at most {loadable} of this prompt can be loaded. D computes "
+                f"the last {engine.backoff} itself; with equal settings P leaves as many to D"
             )
         return False
 
     def _has_room(self, followed: FollowedLoad, tokens: int) -> bool:
-        """Return whether a request may take blocks before P has computed its prompt; else it does afterwards."""
+        """Return whether a request may get blocks before P has computed its prompt; if not, it gets them afterwards."""
         geometry, manager = self._context.geometry, self._context.manager
         if geometry is None or manager is None:
             return True
@@ -234,14 +239,14 @@ class FollowedLoads:
         return bool(self._blocks_taken + followed.blocks <= share)
 
     def on_blocks_allocated(self, request_id: str, followed: FollowedLoad, command: ReadCommand) -> None:
-        """Take note that a request has blocks, and what is to be filled."""
+        """Note the blocks of a request, which the pieces fill."""
         followed.command = command
         self.with_blocks[request_id] = followed
         self._blocks_taken += followed.blocks
-        self._followers.progressed.set()  # what was settled before is read at once
+        self._followers.progressed.set()  # so that the next step reads at once what is settled
 
     def on_piece_read(self, request_id: str, ranks: int, error: str) -> None:
-        """Take note that more ranks have read a piece of a request."""
+        """Note that ranks have read a piece of a request, or failed with an `error`."""
         followed = self.with_blocks.get(request_id)
         if followed is None:
             return
@@ -251,18 +256,18 @@ class FollowedLoads:
         followed.note_piece_read(ranks, engine.tp_size * engine.pp_size * engine.pcp_size, error)
 
     def cancel_ticket(self, ticket: Ticket) -> None:
-        """Tell P that a request is not needed, of which it was not asked anything."""
+        """Cancel a ticket at P that D has never followed."""
         self._followers.cancel_ticket(ticket)
         self._context.stats.count("followed", label="given_up")
 
     def stop_following(self, request_id: str, followed: FollowedLoad, end: str) -> None:
-        """Ask P no more about a request; unless it has said all, it hears that the request is not needed.
+        """Stop following a request; if it was refused or is not needed, cancel it at P.
 
         Args:
-            request_id: D's name of it.
-            followed: what is known of it.
-            end: ``handed_over``; ``late``, if all is read at the end; ``lost``, if P has said why there is nothing to
-                read; ``refused``; ``given_up``.
+            request_id: of D's request.
+            followed: its load.
+            end: label of the counter: ``handed_over``; ``late``, if D reads all after the hand-off; ``lost``, if P has
+                reported an error; ``refused``; ``given_up``.
         """
         if self.with_blocks.pop(request_id, None) is not None:
             self._blocks_taken -= followed.blocks

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of finished requests, kept for other engines beside vLLM's own requests: a count more on each of them.
+"""Blocks of finished requests that this engine holds for readers: an extra reference on each block.
 
-vLLM would keep them too (`delay_free_blocks`), but then a request has not ended for it until all workers have reported
-it as sent, and it steps without a pause until then.
+vLLM itself could hold them (`delay_free_blocks`). But then the request does not end until all workers report it as
+sent, and vLLM steps without a pause until then.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def hold_blocks(pool: BlockPool, tables: Sequence[Sequence[int]], null_block: int | None) -> Blocks:
-    """Keep the blocks of a request that ends, of all its groups; return their ids, each once."""
+    """Hold the blocks of a request that ends, of all its groups; return their ids, each once."""
     blocks = join_tables(tables, null_block)
     pool.touch(list(map(pool.blocks.__getitem__, blocks.tolist())))
     return blocks
 
 
 def free_blocks(pool: BlockPool, blocks: Blocks) -> None:
-    """Keep blocks no more. As with vLLM's own requests, the last of them are the first that others get."""
+    """Free held blocks. As vLLM does with its own requests, it frees the last block first."""
     pool.free_blocks(map(pool.blocks.__getitem__, reversed(blocks.tolist())))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multimodal items of a request: D may take over P's, and then knows their caches without having seen them.
+"""Multimodal items of a request: D may adopt P's, so that its prefix cache identifies their blocks correctly.
 
-A router may leave pictures, audio and video at P, and hand D placeholders: the prompt's tokens alone, or items that say
-nothing of what was seen. What vLLM's prefix cache knows a block by is the identifiers of its items among others. With
-those of P's, blocks that are loaded are known by what they hold, and not by a placeholder that others may send too::
+A router may send pictures, audio and video to P only. D then gets placeholders: the prompt's tokens alone, or items
+without content. vLLM's prefix cache identifies a block by its items' identifiers, among others. If D adopts those of P,
+a loaded block is identified by its content. By its placeholder, another request could hit it with another picture::
 
-    P   tokens, item "sha of a cat"    hands over the blocks, and "sha of a cat" with its place
-    D   tokens, item "placeholder"     becomes: tokens, item "sha of a cat"; its blocks are hashed anew, then looked up
+    P | tokens, item "sha of a cat" | hands off the blocks, and "sha of a cat" with its position
+    D | tokens, item "placeholder"  | adopts "sha of a cat", hashes its blocks again, then looks them up
 
 D cannot compute such an item, only the tokens after it.
 """
@@ -31,7 +31,7 @@ _NOT_KNOWN = Item("", "", 0, 0).shape
 
 
 def items_of(request: Request, num_tokens: int, *, shapes: bool) -> tuple[Item, ...]:
-    """Return the items that begin among the first tokens of a request, in their order; without shapes if not asked."""
+    """Return the items that begin in the first tokens of a request, in order; with shapes only if `shapes`."""
     return tuple(
         Item(
             feature.identifier,
@@ -46,7 +46,7 @@ def items_of(request: Request, num_tokens: int, *, shapes: bool) -> tuple[Item, 
 
 
 def _shape(feature: MultiModalFeatureSpec) -> str:
-    """Return a digest of the fields that vLLM keeps for positions, if they are here: they may be in shared memory."""
+    """Return a digest of the fields that vLLM uses for positions; unknown if they are in shared memory."""
     fields = {
         key: field.data for key, field in (feature.data or {}).items() if getattr(field.field, "keep_on_cpu", False)
     }
@@ -60,20 +60,20 @@ def _plain(value: Any) -> Any:
 
 
 def adopt_items(request: Request, items: Sequence[Item], num_tokens: int, *, positions_depend: bool) -> int:
-    """Make a request's items those of P, before vLLM looks for its blocks.
+    """Replace a request's items by P's, before vLLM looks for its blocks.
 
     Args:
-        request: of D. Nothing is changed unless it may be.
-        items: P's, in the order of their places.
+        request: of D. An exception leaves it unchanged.
+        items: of P, in the order of their positions.
         num_tokens: tokens that are loaded: D computes those after them itself.
         positions_depend: whether the positions of tokens depend on the items before them (M-RoPE).
 
     Returns:
-        The end of the last item that D has not seen, in tokens; 0 if it has seen all of them.
+        The end of the last item that only P has seen, in tokens; 0 if D has seen all of them.
 
     Raises:
-        OtherPromptError: the request has items in other places.
-        RequestError: D would have to compute one of them, or cannot number the tokens after them.
+        OtherPromptError: the request has items at other positions.
+        RequestError: D would have to compute such an item, or cannot number the tokens after it.
     """
     own = items_of(request, request.num_prompt_tokens, shapes=positions_depend)
     seen = {item[:4] for item in own}
@@ -84,31 +84,31 @@ def adopt_items(request: Request, items: Sequence[Item], num_tokens: int, *, pos
         raise OtherPromptError(f"its {len(own)} multimodal items are not where the {len(items)} of P are")
     if not own and positions_depend:
         raise RequestError(
-            f"mm_items is trust_prefill, and the prompt has none of P's {len(items)} multimodal items: with this model "
-            "(M-RoPE) the positions of tokens depend on the size of items, so D needs items of their size"
+            f"mm_items is trust_prefill, and the prompt has no items, but P has {len(items)}. With this model (M-RoPE) "
+            "token positions depend on the size of items: send D placeholders of the same size"
         )
     if positions_depend:
         _check_shapes(own, items)
     end = max(item.offset + item.length for item in unseen)
     if end > num_tokens:
         raise RequestError(
-            f"a multimodal item that only P has seen ends with token {end}, of this prompt {num_tokens} are loaded"
+            f"a multimodal item that only P has seen ends with token {end}, but only {num_tokens} tokens are loaded"
         )
     request.mm_features = _features(request, items)
-    # vLLM has hashed the blocks of the prompt already, and has looked for none of them.
+    # vLLM has hashed the blocks of the prompt already, and has not looked them up.
     request.block_hashes.clear()
     request.update_block_hashes()
     return end
 
 
 def _check_shapes(own: Sequence[Item], items: Sequence[Item]) -> None:
-    """Refuse items of as many tokens as P's whose positions are others, or may be."""
+    """Refuse items with as many tokens as P's but another shape, or an unknown one."""
     for local, item in zip(own, items, strict=True):
         if item[:4] != local[:4] and (item.shape != local.shape or item.shape == _NOT_KNOWN):
-            known = "is not known" if _NOT_KNOWN in (item.shape, local.shape) else "is another one here"
+            problem = "is unknown" if _NOT_KNOWN in (item.shape, local.shape) else "differs from D's"
             raise RequestError(
-                f"mm_items is trust_prefill, and the shape of P's multimodal item at token {item.offset} {known}: with "
-                "this model (M-RoPE) positions of tokens depend on it"
+                f"mm_items is trust_prefill, and the shape of P's multimodal item at token {item.offset} {problem}. "
+                "With this model (M-RoPE) token positions depend on it"
             )
 
 

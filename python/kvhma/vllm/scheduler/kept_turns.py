@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers that D keeps for the next turn of their conversation, and what of them P may read.
+"""Turns of a chat that D holds after their answer, so that P reads them for the next turn.
 
-    turn one    P | prompt |           D | prompt | answer |        D keeps the blocks, and names them in its answer
-    turn two    P | read from D .......................| computed |  and hands over to D as ever
-                    prompt   answer                      what is new
+    turn one    P | prompt |           D | prompt | answer |        D holds the blocks, and names them in its answer
+    turn two    P | read from D .......................| computed |  hand-off to D as usual
+                    prompt   answer                      new tokens
 
-Nobody renews what D keeps: a next turn may never come. It goes after a time, when D needs the blocks, or when it was
-read. P asks D first, and computes what it cannot have.
+A next turn may never come, so no reader renews these leases. D frees a kept turn after a timeout, when it needs the
+blocks, or when P has read it. P asks D first, and computes what D does not hold.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 
 _MAX_PREFIXES = 16
 _PREFIX_TOKENS = 64
-"""How many parts of an answer are named for a next prompt that differs further on, and tokens between two at least."""
+"""Prefixes of a kept turn that are named, for a next prompt that differs later; and the fewest tokens between two."""
 
 _ROOM_SHARE = 1 / 32
-"""Share of the blocks that is given up at once where a request that runs lacks blocks."""
+"""Share of the blocks that D evicts at once if a running request lacks blocks."""
 
 
 @dataclass(frozen=True)
 class _SettlingTurn:
-    """An answer whose state is written by a step that has not ended. It is nobody's to read before.
+    """A turn whose state is written by a step that has not ended. It must not be read before then.
 
     Attributes:
-        key: names it.
+        key: of its lease.
         digest: of its parameters.
-        blocks: that are kept for it.
-        step: number of the last step that was built when it ended.
+        blocks: that D holds for it.
+        step: number of the last step that was built when the answer ended.
     """
 
     key: LeaseKey
@@ -58,38 +58,38 @@ class _SettlingTurn:
 
 
 class KeptTurns:
-    """D's part: keeps finished answers, and gives them up when their blocks are needed."""
+    """D's part: holds finished turns, and evicts them when their blocks are needed."""
 
     def __init__(self, context: SchedulerContext, prefill: PrefillScheduler) -> None:
-        """Start without answers; `prefill` describes them as it does prompts."""
+        """Start without turns; `prefill` describes them as it does prompts."""
         self._context = context
         self._prefill = prefill
         self._settling: list[_SettlingTurn] = []
         self._steps = 0
-        """That were built."""
+        """Steps that were built."""
         self._unplaced: Request | None = None
-        """The request that vLLM has asked about last and given no blocks."""
+        """The request that vLLM asked about last, if it has no blocks yet."""
         self._placed: dict[str, Request] = {}
         self._loaded: dict[str, Request] = {}
-        """Requests that are loaded, and those that were and of which no step has computed anything since."""
+        """Requests with blocks, and those of them whose load has ended and that no step has scheduled since."""
 
     def hold_turn(
         self, request: Request, tables: Sequence[Sequence[int]], unfilled: Mapping[int, int]
     ) -> dict[str, Any] | None:
-        """Keep the blocks of an answer.
+        """Hold the blocks of a turn.
 
         Args:
-            request: it has ended.
+            request: the request that has ended.
             tables: its block tables.
-            unfilled: for groups whose first blocks a load has not filled, the first token from which on they are.
+            unfilled: the first filled token of each group whose first blocks the load has not filled.
 
         Returns:
-            ``kv_transfer_params`` for the prefill of the next turn; None if the blocks are not kept.
+            ``kv_transfer_params`` for the prefill of the next turn; None if D does not hold the blocks.
         """
         geometry, manager, asked = self._context.geometry, self._context.manager, request.kv_transfer_params
         if not isinstance(asked, dict) or not asked.get("do_remote_prefill") or geometry is None or manager is None:
             return None
-        # Of several samples vLLM names the blocks of one at most. What was given as embeddings comes back as tokens.
+        # vLLM returns the parameters of one sample at most. A prompt of embeddings comes back as tokens.
         if (
             request.status.name not in FINISHED_WELL
             or is_sample(request.request_id)
@@ -99,7 +99,7 @@ class KeptTurns:
         try:
             remote = self._describe(request, geometry, tables, unfilled)
         except KvhmaError:
-            logger.exception("kvhma: the answer to %s cannot be kept", request.request_id)
+            logger.exception("kvhma: the answer to %s cannot be held for its next turn", request.request_id)
             return None
         if remote is None:
             return None
@@ -115,7 +115,7 @@ class KeptTurns:
     def _describe(
         self, request: Request, geometry: Geometry, tables: Sequence[Sequence[int]], unfilled: Mapping[int, int]
     ) -> PrefillParams | None:
-        """Return what another engine has to know of an answer; None if it cannot read all of it."""
+        """Return the parameters of a turn; None if another engine could not read all of it."""
         tokens = self._tokens_written(request)
         if tokens <= 0:
             return None
@@ -133,16 +133,16 @@ class KeptTurns:
         self._context.leases.hold(key, digest, blocks, turn_seconds=seconds)
 
     def _tokens_written(self, request: Request) -> int:
-        """Return how many first tokens of a request its caches are right for; 0 if that is not known.
+        """Return for how many first tokens of a request its caches are right; 0 if that is not known.
 
-        The last token is sampled and not computed. With async scheduling a step may run that computes it all the same:
-        what attention keeps of it is written behind the others, but a state is that of one token more when it ends::
+        The last token is sampled and not computed. With async scheduling a step in flight may still compute it. Its
+        attention cache is appended after the others, but a state then includes one token more::
 
             tokens       t0 ... t(n-2) t(n-1)       t(n-1) ends the answer
-            settled      ------------>              what attention has of these stays as it is
-            in flight                  ----->       where it ends, a state is that of all n
+            settled      ------------>              the attention cache of these does not change
+            in flight                  ----->       after it, a state includes all n
 
-        Drafts that were not accepted are taken off by vLLM, those behind the last token are not.
+        vLLM subtracts rejected drafts, but not drafts after the last token.
         """
         tokens: int = request.num_computed_tokens
         if not self._context.engine.has_state:
@@ -151,9 +151,9 @@ class KeptTurns:
         return 0 if self._context.engine.drafted_state or tokens > request.num_tokens else tokens
 
     def _readable_counts(self, geometry: Geometry, spans: Sequence[Span], prompt: int, tokens: int) -> list[int]:
-        """Return how many first tokens may be read of blocks that hold `tokens`, fewest first.
+        """Return how many first tokens P may read of blocks that hold `tokens`, fewest first.
 
-        A state is good for all tokens only, and a window has to be held from where the token after it begins to see.
+        A state is right for all tokens only. A window must be held from the first token that the next token attends to.
         """
         counts = {tokens}
         if not self._context.engine.has_state:
@@ -171,30 +171,30 @@ class KeptTurns:
         ]
 
     def on_blocks_wanted(self, request: Request) -> None:
-        """Take note that vLLM is about to look for blocks for a request that waits."""
+        """Note that vLLM is about to look for blocks for a waiting request."""
         self._unplaced = request
 
     def on_blocks_allocated(self, request: Request) -> None:
-        """Take note that it has found them."""
+        """Note that vLLM has found blocks for a request."""
         self._unplaced = None
         self._placed[request.request_id] = request
 
     def on_requests_loaded(self, request_ids: Set[str]) -> None:
-        """Take note of requests that were loaded. VLLM does not ask about them again before it places the rest."""
+        """Note which loads have ended. vLLM does not ask about these requests again before it schedules them."""
         self._loaded |= {name: self._placed[name] for name in request_ids & self._placed.keys()}
 
     def stop_tracking(self, request_id: str) -> None:
-        """Take note that a request has ended."""
+        """Drop what is known of a request that has ended or is scheduled."""
         self._placed.pop(request_id, None)
         self._loaded.pop(request_id, None)
 
     @property
     def is_settling(self) -> bool:
-        """Whether a step that is under way may still write to an answer."""
+        """Whether a step in flight may still write to a turn that D will hold."""
         return bool(self._settling)
 
     def on_step(self, output: SchedulerOutput, *, freed: bool) -> None:
-        """Give up answers if others lack blocks; `freed`: some were freed since vLLM has looked for any."""
+        """Evict kept turns if requests lack blocks; `freed`: blocks were freed after vLLM last looked for some."""
         self._steps += 1
         if self._settling:
             self._hold_settled()
@@ -202,14 +202,14 @@ class KeptTurns:
             self.stop_tracking(name)
         request, self._unplaced = self._unplaced, None
         if request is not None:
-            self._evict(max(0 if freed else 1, self._blocks_lacking(request)))  # vLLM gave it none
+            self._evict(max(0 if freed else 1, self._blocks_lacking(request)))  # vLLM found too few for it
         elif output.preempted_req_ids:
             self.make_room()
-        elif self._loaded:  # they may lack a seat only
+        elif self._loaded:  # they may lack only a place in the batch
             self._evict(self._room + max(map(self._blocks_lacking, self._loaded.values())))
 
     def make_room(self) -> bool:
-        """Give up some answers; return whether there were any."""
+        """Evict some kept turns; return whether there were any."""
         return self._evict(self._room)
 
     @property
@@ -218,7 +218,7 @@ class KeptTurns:
         return 0 if manager is None else int(manager.block_pool.num_gpu_blocks * _ROOM_SHARE) + 1
 
     def _evict(self, blocks: int) -> bool:
-        """Give up answers that alone keep so many blocks, the oldest first; return whether there were any."""
+        """Evict the oldest turns until so many blocks become free; return whether there were any turns."""
         manager = self._context.manager
         if manager is None or blocks <= 0:
             return False
@@ -231,7 +231,7 @@ class KeptTurns:
         return bool(turns)
 
     def _blocks_lacking(self, request: Request) -> int:
-        """Return how many blocks a request needs beyond its own and those that are free."""
+        """Return how many more blocks a request needs than it has and than are free."""
         manager, geometry = self._context.manager, self._context.geometry
         if manager is None or geometry is None:
             return 0
@@ -241,7 +241,7 @@ class KeptTurns:
         return needed - own - free
 
     def _hold_settled(self) -> None:
-        """Have the answers read that are written by now."""
+        """Hold the turns whose last step has ended: from now on P may read them."""
         waiting = []
         for turn in self._settling:
             if self._steps - turn.step >= STEPS_UNDER_WAY:
@@ -252,14 +252,14 @@ class KeptTurns:
 
 
 def _in_flight(request: Request) -> int:
-    """Return how many tokens of a request are computed by steps that have not ended."""
+    """Return how many tokens of a request steps in flight compute."""
     return int(getattr(request, "num_in_flight_tokens", request.num_output_placeholders))
 
 
 def filled_spans(geometry: Geometry, spans: Sequence[Span], unfilled: Mapping[int, int]) -> list[Span]:
-    """Leave out the blocks of each group that begin before its first filled token.
+    """Exclude the blocks of each group that begin before its first filled token.
 
-    Such a block holds what is not right::
+    Such a block is not right from its start::
 
     | zeroed ... filled | filled            | ...
     ^ span.first  ^ token                             the first block is left out
@@ -273,19 +273,19 @@ def filled_spans(geometry: Geometry, spans: Sequence[Span], unfilled: Mapping[in
 
 
 def readable_part(context: SchedulerContext, request: Request, params: Mapping[str, Any]) -> PrefillParams:
-    """Return what of an answer is the beginning of a prompt, and leaves something of it to be computed.
+    """Return the part of a kept turn with which a prompt begins; at least one token is left to compute.
 
     Args:
-        context: P's.
-        request: the next turn's.
-        params: what D gave back with the answer.
+        context: of P.
+        request: of the next turn.
+        params: what D returned with the answer.
 
     Returns:
-        the parameters with fewer tokens, if only these agree.
+        the parameters, with fewer tokens if only these are equal.
 
     Raises:
         RequestError: `params` are not as an engine wrote them.
-        OtherPromptError: the prompt goes on otherwise from a token on before which nothing can be read.
+        OtherPromptError: the prompt differs before the end of the first prefix that can be read.
     """
     engine = context.engine
     prompt: int = request.num_prompt_tokens
@@ -299,6 +299,6 @@ def readable_part(context: SchedulerContext, request: Request, params: Mapping[s
     agreed = [prefix.num_tokens for prefix, digest in zip(prefixes, own, strict=True) if prefix.digest == digest]
     if not agreed:
         raise OtherPromptError(
-            f"of the {remote.num_tokens} tokens of the last turn, or its adapter, items or salt, some are others now"
+            f"the prompt differs from the last turn in its {remote.num_tokens} tokens, or in adapter, items or salt"
         )
     return remote._replace(num_tokens=max(agreed))

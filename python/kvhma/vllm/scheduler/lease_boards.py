@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lease boards of P's workers, as its scheduler writes to them."""
+"""The lease boards of P's workers: P's scheduler writes on them which leases exist."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ logger = logging.getLogger("vllm.kvhma")
 
 
 class LeaseBoards:
-    """All boards that this process can write to; they show the same. Used under the lock of the lease table."""
+    """All boards that this process can write to; all show the same. The lock of the lease table must be held."""
 
     def __init__(self, files: Iterable[BoardFile] = ()) -> None:
-        """Open the boards of some workers; one that cannot be is left out."""
+        """Open the boards of some workers; a board that cannot be opened is skipped."""
         self._boards = [board for file in files if (board := _open(file)) is not None]
         self._free = list(range(2 * MARK_BYTES, BOARD_BYTES, MARK_BYTES)) if self._boards else []
 
     def show_mark(self, mark: bytes) -> int | None:
-        """Show a mark; return its place, None if there is no room for it."""
+        """Show a mark; return its place, or None if the board is full."""
         if not self._free:
             return None
         place = self._free.pop()
@@ -30,13 +30,13 @@ class LeaseBoards:
         return place
 
     def hide_mark(self, place: int | None) -> None:
-        """Take a mark away. Nobody finds it any more when this returns."""
+        """Remove a mark. No reader finds it after this returns."""
         if place is not None:
             self._write(place, bytes(MARK_BYTES))
             self._free.append(place)
 
     def _write(self, place: int, mark: bytes) -> None:
-        # One that is read meanwhile may be half of each, which is no mark.
+        # A reader may see half of the old and half of the new mark, which equals no mark.
         for board in self._boards:
             board[place : place + MARK_BYTES] = mark
 
@@ -44,14 +44,14 @@ class LeaseBoards:
 def _open(file: BoardFile) -> mmap.mmap | None:
     path = Path(file.path)
     try:
-        if not path.is_file():  # of another host's process, whose device must not be touched
-            raise FileNotFoundError(f"{file.path} is no board")
+        if not path.is_file():  # the worker may be on another host; never open a device here
+            raise FileNotFoundError(f"{file.path} is not a file")
         with path.open("r+b", buffering=0) as opened:
             board = mmap.mmap(opened.fileno(), BOARD_BYTES)
             if board[:MARK_BYTES] != file.cookie:
-                raise FileNotFoundError(f"{file.path} is another board")
+                raise FileNotFoundError(f"{file.path} is another process's board")
     except (OSError, ValueError) as error:
-        logger.info("kvhma: decode engines will ask for leases: the worker's board cannot be opened: %s", error)
+        logger.info("kvhma: decode engines will ask P about leases: cannot open the worker's lease board: %s", error)
         return None
     board[MARK_BYTES:] = OPENED + bytes(BOARD_BYTES - 2 * MARK_BYTES)
     return board

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's side of the leases: threads that renew and release claims, so that the engine's steps never wait for P."""
+"""D's side of the leases: threads renew and release claims, so that the engine's steps never wait for P."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from kvhma.vllm.wire.params import Address, LeaseClaim
 from kvhma.vllm.wire.secrets import Secrets
 
 _KEPT_SECONDS = 60.0
-"""How long a connection, and a thread, is kept that has nothing to do."""
+"""How long an idle connection, and an idle thread, stays."""
 
 _RESPONSIVE_SECONDS = 1.0
-"""An engine is prompt if the last conversation with it took no longer."""
+"""An engine is responsive if the last exchange with it took no longer."""
 
 _CLOSE_SECONDS = 1.0
-"""How long the end of the engine waits for conversations."""
+"""How long :meth:`LeaseRenewer.close` waits for exchanges in progress."""
 
 _UNKNOWN_PEER_SHARE = 3 / 4
-"""Share of the threads that may wait at a time for engines that are not known to be prompt."""
+"""Share of the threads that may wait at a time for unknown peers: engines that are not known to be responsive."""
 
 _MAX_KNOWN = 4096
-"""Engines that are remembered to be prompt."""
+"""At most so many engines are remembered as responsive."""
 
 _MAX_SESSIONS = 1024
-"""Conversations; beyond it the oldest one with an engine that is not known to be prompt is given up for a new one.
+"""Bound of the sessions; beyond it a new session replaces the oldest one with an unknown peer.
 
-To choose among more would take longer, with a lock for which the engine's steps wait.
+With more sessions the choice would take longer, under a lock for which the engine's steps wait.
 """
 
 AnswerT = TypeVar("AnswerT", Leases, Done)
@@ -47,12 +47,12 @@ ItemT = TypeVar("ItemT")
 
 
 class _Released(NamedTuple):
-    """A claim that is not needed any more.
+    """A claim that D no longer needs.
 
     Attributes:
-        claim: it.
-        outcome: why.
-        again: whether P was told before, and has not answered. Later it is not told again: its lease ends without that.
+        claim: the claim.
+        outcome: why D releases it.
+        again: whether D has sent it before, and P has not replied. D does not send it a third time: the lease ends.
     """
 
     claim: LeaseClaim
@@ -61,19 +61,19 @@ class _Released(NamedTuple):
 
 
 class _Session:
-    """The conversation with one prefill engine. The lock of its renewer guards it, but for the client.
+    """The session with one prefill engine. The renewer's lock guards it, except for the client.
 
     Attributes:
-        address: where its scheduler listens.
-        claims: claims to renew, and what P said of each when it was last asked; None until it has answered.
-        fresh: those of them that were never renewed.
-        releases: what is to be released.
+        address: where the engine's scheduler listens.
+        claims: claims to renew, and the state that P last reported of each; None before its first reply.
+        fresh: claims that were never renewed.
+        releases: claims to release.
         every: seconds between renewals.
-        renew_at: when all are renewed next, on the monotonic clock; so are the other times.
-        retry_at: before it nothing is said, since the last attempt failed.
-        used_at: when there was last something to say.
-        busy: whether a thread holds the conversation; the client belongs to that.
-        client: the connection, None if there is none.
+        renew_at: when all claims are renewed next, on the monotonic clock; so are the other times.
+        retry_at: D sends nothing before this time, since the last attempt failed.
+        used_at: when there was last something to send.
+        busy: whether a thread uses the session; only that thread uses the client.
+        client: the connection; None if D is not connected.
         failed: whether the last attempt failed.
     """
 
@@ -90,13 +90,13 @@ class _Session:
 
     @property
     def due_at(self) -> float:
-        """When there is next something to say, or to be closed."""
+        """When there is next something to send, or the session is to be closed."""
         if not self.claims and not self.releases:
             return self.used_at + _KEPT_SECONDS
         return max(self.retry_at, 0.0 if self.fresh or self.releases else self.renew_at)
 
     def track_claim(self, claim: LeaseClaim, every: float, now: float) -> None:
-        """Renew a claim at once, and from then on."""
+        """Renew a claim at once, and regularly from then on."""
         if claim not in self.claims:
             self.claims[claim] = None
             self.fresh.append(claim)
@@ -104,14 +104,14 @@ class _Session:
         self.renew_at = min(self.renew_at, now + self.every)
 
     def release_claim(self, claim: LeaseClaim, outcome: Outcome) -> None:
-        """Release a claim, and renew it no more."""
+        """Release a claim, and stop renewing it."""
         self.claims.pop(claim, None)
         self.releases.append(_Released(claim, outcome))
         if not self.claims:
             self.every = self.renew_at = math.inf
 
     def take_work(self, now: float) -> tuple[list[LeaseClaim], list[_Released]]:
-        """Return the claims to renew and those to release by now."""
+        """Return the claims to renew now, and those to release."""
         claims = [claim for claim in self.fresh if claim in self.claims]
         releases = self.releases
         self.fresh, self.releases = [], []
@@ -121,7 +121,7 @@ class _Session:
         return claims, releases
 
     def note_states(self, claims: Sequence[LeaseClaim], states: Sequence[LeaseState]) -> None:
-        """Take what P says of claims."""
+        """Note the states that P reports of claims."""
         for claim, state in zip(claims, states, strict=True):
             if claim in self.claims:
                 self.claims[claim] = state
@@ -130,25 +130,26 @@ class _Session:
 class LeaseRenewer:
     """Renews and releases the claims of a decode engine.
 
-    Each conversation is held by one thread at a time, from the first question to the last answer; threads begin when
-    there is something to say, and take the next conversation that is due::
+    One thread at a time uses a session, from the first question to the last reply. Threads start when there is
+    something to send, and take the next session that is due::
 
-        track, release --> _Session of P1 ---.            .--> thread: renew, release, wait for P1
-                           _Session of P2 ----+- due -> _next_session --> thread: ...
-                           _Session of P3 ---'            (prompt ones first)
+        track_claim,   --> _Session of P1 ---.                    .--> thread: renew, release, wait for P1
+        release_claim      _Session of P2 ----+- _next_session ---+--> thread: ...
+                           _Session of P3 ---'    (responsive engines first)
 
-    There are at most `max_peers` threads. More engines than that are served in turns. Engines that never answered, or
-    were slow, cannot have all of them: however many such a stranger's parameters name, others are renewed in time.
+    There are at most `max_peers` threads. If there are more engines, they take turns. Unknown peers, which never
+    replied or were slow, cannot use all threads. So even if a client's parameters name many of them, D renews the
+    leases at responsive engines in time.
     """
 
     def __init__(self, *, timeout: float, max_peers: int, secrets: Secrets, counters: Counters) -> None:
         """Start without threads.
 
         Args:
-            timeout: seconds to wait for an answer.
-            max_peers: engines to talk to at a time.
+            timeout: seconds to wait for a reply.
+            max_peers: the most threads, and so engines that D asks at a time.
             secrets: of this engine.
-            counters: count threads that begin again.
+            counters: count restarts of threads.
         """
         self._counters = counters
         self._timeout = timeout
@@ -158,34 +159,34 @@ class LeaseRenewer:
         self._changed = threading.Condition()
         self._sessions: dict[Address, _Session] = {}
         self._responsive: OrderedDict[Address, None] = OrderedDict()
-        """Engines that were prompt when they were last asked."""
+        """Engines whose last exchange was fast enough, the oldest first."""
         self._threads: list[SupervisedThread] = []
         self._running = 0
         self._idle = 0
-        """Threads that wait until a conversation is due."""
+        """Threads that wait until a session is due."""
         self._closing = False
 
     def track_claim(self, address: Address, claim: LeaseClaim, *, every: float) -> None:
-        """Renew a claim from now on, `every` so many seconds."""
+        """Renew a claim at once, and then `every` so many seconds."""
         with self._changed:
             self._session(address).track_claim(claim, every, time.monotonic())
             self._wake()
 
     def is_held(self, address: Address, claim: LeaseClaim) -> bool | None:
-        """Return whether P held what is tracked when it was last asked; None as long as it has not answered."""
+        """Return whether P reported the claim as held in its last reply; None before its first reply."""
         with self._changed:
             session = self._sessions.get(address)
             state = None if session is None else session.claims.get(claim)
         return None if state is None else state is LeaseState.HELD
 
     def release_claim(self, address: Address, claim: LeaseClaim, outcome: Outcome) -> None:
-        """Tell P that a claim is not needed any more, and why; stop to renew it."""
+        """Notify P that D no longer needs a claim, and why; stop renewing it."""
         with self._changed:
             self._session(address).release_claim(claim, outcome)
             self._wake()
 
     def close(self) -> None:
-        """Stop; what was not sent is left to the leases, which end."""
+        """Stop the threads. Claims whose release was not sent end with their leases."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -208,7 +209,7 @@ class LeaseRenewer:
         return session
 
     def _make_room(self) -> None:
-        """Give a conversation up if there are too many, one that has nothing to renew if possible; lock held."""
+        """Evict a session if there are too many, if possible one without claims to renew; the lock is held."""
         if len(self._sessions) < max(_MAX_SESSIONS, 4 * self._max_threads):
             return
         unknown = (
@@ -223,15 +224,15 @@ class LeaseRenewer:
             if number := len(evicted.claims) + len(evicted.releases):
                 self._counters.count("forgotten_leases", number)
                 peer_log.logger.warning(
-                    "kvhma: %d leases at %s are neither renewed nor released any more: it has not answered yet, and "
-                    "there are leases at %d other engines",
+                    "kvhma: D stops renewing and releasing %d leases at %s: it has not replied in time, and there are "
+                    "leases at %d other engines",
                     number,
                     evicted.address,
                     len(self._sessions),
                 )
 
     def _wake(self) -> None:
-        """Have a thread look for what is due; the lock is held."""
+        """Wake or start a thread that looks for a due session; the lock is held."""
         self._changed.notify()
         if not self._idle and self._running < self._max_threads and not self._closing:
             self._running += 1
@@ -250,7 +251,7 @@ class LeaseRenewer:
                     _disconnect(session)
 
     def _next_session(self) -> _Session | None:
-        """Wait for a conversation that is due, and return it; None for the thread's end."""
+        """Wait for a session that is due, and return it; None if the thread must end."""
         idle_since = time.monotonic()
         with self._changed:
             while not self._closing:
@@ -259,7 +260,7 @@ class LeaseRenewer:
                 if session is not None:
                     session.busy = True
                     if any(not session.busy for session in self._sessions.values()):
-                        self._wake()  # somebody has to wait for the others
+                        self._wake()  # another thread must wait for the other sessions
                     return session
                 if now - idle_since > _KEPT_SECONDS and (self._idle or not self._sessions):
                     break
@@ -272,7 +273,7 @@ class LeaseRenewer:
         return None
 
     def _choose_session(self, now: float) -> _Session | None:
-        """Return what is due: prompt engines first, then those that were never tried, then those that failed."""
+        """Return a due session: responsive engines first, then those never tried, then those that failed."""
         unknown = sum(session.busy and session.address not in self._responsive for session in self._sessions.values())
         due = [
             session
@@ -284,14 +285,14 @@ class LeaseRenewer:
         return min(due, key=lambda session: (session.address not in self._responsive, session.due_at), default=None)
 
     def _pause(self, now: float) -> float:
-        """Return the seconds until the next conversation is due, at most those that a thread is kept for nothing."""
+        """Return the seconds until the next session is due, at most those after which an idle thread ends."""
         due = [session.due_at for session in self._sessions.values() if not session.busy and session.due_at > now]
         return min(min(due, default=math.inf) - now, _KEPT_SECONDS)
 
-    # --- one conversation, in its thread -------------------------------------------------------------------
+    # --- one session, in its thread ------------------------------------------------------------------------
 
     def _talk(self, session: _Session) -> None:
-        """Say what is to be said, and wait for the answers."""
+        """Send renewals and releases, and wait for the replies."""
         begun = time.monotonic()
         with self._changed:
             claims, releases = session.take_work(begun)
@@ -318,14 +319,14 @@ class LeaseRenewer:
     def _renew_claims(self, session: _Session, claims: list[LeaseClaim]) -> None:
         answer = self._ask(session, Renew([write_claim(claim) for claim in claims]), Leases)
         if len(answer.states) != len(claims):
-            raise HandshakeError(f"{len(claims)} claims, {len(answer.states)} answers")
+            raise HandshakeError(f"P sent {len(answer.states)} lease states for {len(claims)} claims")
         with self._changed:
             session.note_states(claims, answer.states)
 
     def _ask(self, session: _Session, question: Renew | Release, kind: type[AnswerT]) -> AnswerT:
-        """Ask over the connection, or over a new one if P has ended that, as it does with those that are not used."""
+        """Ask over the connection, or over a new one if P has closed it, as P does with idle connections."""
         if session.client is not None and session.client.context is not self._secrets.client_context():
-            _disconnect(session)  # whoever is there may have shown a secret that was taken back since
+            _disconnect(session)  # the peer may have authenticated with a secret that was revoked since
         if session.client is not None:
             begun = time.monotonic()
             try:
@@ -334,14 +335,14 @@ class LeaseRenewer:
                 _disconnect(session)
                 if time.monotonic() - begun >= self._timeout:
                     raise
-        # A name may stand for another host by now.
+        # The name may resolve to another host by now.
         session.client = Client(resolve(session.address, self._timeout), self._timeout, self._secrets)
         return session.client.ask(question, kind)
 
     def _note_end(
         self, session: _Session, begun: float, error: HandshakeError | None, unsent: Sequence[_Released] = ()
     ) -> None:
-        """Take note of how a conversation went, and what is `unsent`: late engines wait behind prompt ones."""
+        """Note how an exchange went, and which releases are `unsent`; the peer becomes responsive or unknown."""
         now = time.monotonic()
         with self._changed:
             session.used_at = now
@@ -358,7 +359,7 @@ class LeaseRenewer:
             first_failure = error is not None and not session.failed
             session.failed = error is not None
         if first_failure:
-            peer_log.logger.warning("kvhma: leases at %s are not renewed: %s", session.address, error)
+            peer_log.logger.warning("kvhma: cannot renew leases at %s, retrying: %s", session.address, error)
 
 
 def _disconnect(session: _Session) -> None:
@@ -368,6 +369,6 @@ def _disconnect(session: _Session) -> None:
 
 
 def _chunks(items: list[ItemT]) -> Iterator[list[ItemT]]:
-    """Return claims in messages that are not too long."""
+    """Yield parts that fit in one message each."""
     for first in range(0, len(items), MAX_CLAIMS):
         yield items[first : first + MAX_CLAIMS]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's table of the finished requests whose blocks it keeps for others, and for how long.
+"""P's table of finished requests: which blocks P holds for readers, and for how long.
 
-P keeps a request's blocks until it has been read and no reader is left, or until its lease ends. Whether they are still
-kept is known here and nowhere else; blocks are freed only after their request has left the table. So a reader that is
-told `held` after its read, or sees its mark on the lease board, knows that the blocks were kept all the time, whatever
-any clock says.
+P holds a request's blocks until it has been read and no reader is left, or until its lease ends. Only this table knows
+whether P still holds them: P frees blocks only after their request has left the table. After its read a reader asks P
+and gets the state `held`, or sees its mark on the lease board. Then P has held the blocks all the time. No clocks need
+to agree for that.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from kvhma.vllm.wire.messages import MAX_CONTENTS_BYTES, LeaseState, Outcome
 from kvhma.vllm.wire.params import LeaseClaim, LeaseKey
 
 MAX_READERS = 64
-"""Readers that a request may have at a time; samples of one prompt are some ten."""
+"""Readers that a request may have at a time; a prompt has perhaps ten samples."""
 
 LATE_READER_SECONDS = 2.0
-"""How long blocks that one of several readers has read are kept for those that have not claimed them yet."""
+"""After one of several readers has read, how long P holds the blocks for readers that have not claimed them yet."""
 
 OVERDUE_SECONDS = 1.0
-"""How long blocks are kept after a step has found that their lease was not renewed in time.
+"""How long P holds blocks after a step has found that their lease was not renewed in time.
 
-P may be the one that is late: while a process is stopped or gets no time, renewals wait for it unread.
+P itself may be late: renewals stay unread while its process is stopped or gets no processor time.
 """
 
 Blocks: TypeAlias = NDArray[np.int64]
@@ -48,28 +48,28 @@ class LeaseEnd(enum.Enum):
     """It was read."""
 
     UNCLAIMED = "unclaimed"
-    """Its lease ended, and no engine had ever claimed it."""
+    """Its lease ended, and no engine ever claimed it."""
 
     NOT_RENEWED = "not_renewed"
-    """Its lease ended, and who had claimed it had neither read nor released it."""
+    """Its lease ended, and a reader that had claimed it neither read nor released it."""
 
     UNREAD = "unread"
-    """Its lease ended, and who had claimed it had released it unread."""
+    """Its lease ended, and all readers that had claimed it released it unread."""
 
     EVICTED = "evicted"
-    """Nobody had claimed or read it, and newer ones needed its place."""
+    """No engine had claimed or read it, and newer requests needed its room."""
 
     SLEPT = "slept"
-    """The engine slept, and what it held is gone."""
+    """The engine slept, and its caches are gone."""
 
-    KEPT_TURN_READ = "read answer"
-    """It was an answer, and was read."""
+    KEPT_TURN_READ = "read_turn"
+    """It was a kept turn, and was read."""
 
-    KEPT_TURN_EXPIRED = "expired answer"
-    """It was an answer, and no next turn has read it in time."""
+    KEPT_TURN_EXPIRED = "expired_turn"
+    """It was a kept turn, and no next turn read it in time."""
 
-    KEPT_TURN_EVICTED = "given up answer"
-    """It was an answer, and others needed its blocks."""
+    KEPT_TURN_EVICTED = "given_up_turn"
+    """It was a kept turn, and requests needed its blocks."""
 
 
 KEPT_TURN_ENDS = {
@@ -80,11 +80,11 @@ KEPT_TURN_ENDS = {
     LeaseEnd.EVICTED: LeaseEnd.KEPT_TURN_EVICTED,
     LeaseEnd.SLEPT: LeaseEnd.KEPT_TURN_EVICTED,
 }
-"""Why an answer left the table, by why another request would have."""
+"""Why a kept turn left the table, by the reason for other requests."""
 
 
 class EndedLease(NamedTuple):
-    """A request that has left the table, and its blocks, which are to be freed."""
+    """A request that has left the table, and its blocks, which P must free."""
 
     key: LeaseKey
     blocks: Blocks
@@ -92,14 +92,14 @@ class EndedLease(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LeaseUsage:
-    """What is kept now.
+    """What P holds now.
 
     Attributes:
-        requests: that are kept.
-        blocks: that they pin; those of a shared prefix count once.
-        oldest_unread_seconds: since the oldest one that nobody has claimed or read had finished; 0 without one. Answers
-            do not count: nobody may ever ask for them.
-        kept_turns: how many of the requests are answers.
+        requests: number of held requests.
+        blocks: number of held blocks; those of a shared prefix count once.
+        oldest_unread_seconds: since the oldest request finished that no engine has claimed or read; 0 if there is no
+            such request. Kept turns do not count: a next turn may never come.
+        kept_turns: how many of the requests are kept turns.
     """
 
     requests: int
@@ -110,21 +110,21 @@ class LeaseUsage:
 
 @dataclass(slots=True)
 class _Held:
-    """A request that is kept. Times are seconds of the monotonic clock.
+    """A held request. Times are seconds of the monotonic clock.
 
     Attributes:
         digest: of the parameters that name it.
-        blocks: their ids, each once, as vLLM's tables have them.
-        since: when it had finished.
+        blocks: ids of its blocks, each once, as in vLLM's tables.
+        since: when it finished.
         expires: when its lease ends.
-        is_turn: whether it is an answer, kept for the next turn of its conversation.
-        readers: who has claimed it and not released it yet, and until when that counts if it is not renewed.
+        is_turn: whether it is a kept turn: held for the next turn of its chat.
+        readers: readers that have claimed it and not released it, and when each claim ends unless renewed.
         claimed: whether it ever had a reader.
-        read: whether a reader has read it, or does not need it any more.
-        late_readers_until: until when it is kept for readers that have not claimed it yet, once it has been read.
+        read: whether a reader has read it, or no longer needs it.
+        late_readers_until: after it was read, until when P holds it for readers that have not claimed it yet.
         overdue_since: when a step first found that its lease was not renewed in time; None if it was.
-        content: digest of what the blocks hold; None until the workers have summed it, if they do.
-        place: on the boards, where readers see that it is kept; None if it has none.
+        content: digest of the blocks' content; None unless the workers have summed it.
+        place: of its mark on the lease boards; None if the boards were full.
     """
 
     digest: bytes
@@ -141,17 +141,17 @@ class _Held:
     place: int | None = None
 
     def check_over(self, now: float) -> bool:
-        """Return whether it is not to be kept any more, and take note if its lease is overdue."""
+        """Return whether its lease has ended, and note whether it is overdue."""
         if self.expires > now:
             return False
         if self.read and not self.readers:
-            return True  # there is nobody whose renewal may have been missed
+            return True  # there is no reader whose renewal P may have missed
         if self.overdue_since is None:
             self.overdue_since = now
         return now - self.overdue_since >= OVERDUE_SECONDS
 
     def why_ended(self) -> LeaseEnd:
-        """Return why it ends now."""
+        """Return why its lease ends now."""
         if self.read:
             return LeaseEnd.READ
         if self.readers:
@@ -160,32 +160,32 @@ class _Held:
 
 
 class LeaseTable:
-    """Requests whose blocks are kept for their readers. Safe to use from several threads.
+    """Finished requests whose blocks P holds for readers. Safe to use from several threads.
 
-    A claim names what it reads: the request, its random generation, and the digest of the parameters that were handed
-    out for its blocks. Who lacks one of them can neither renew, nor release, nor take the place of a reader.
+    A claim has the request's name, its random generation, and the digest of the parameters that P returned for its
+    blocks. A client that lacks one of them can neither renew nor release, nor use up a reader's place.
 
-    **Blocks that nobody reads have a bound**, :attr:`max_unread_blocks`; the oldest ones go first. What counts are
-    blocks of requests without a reader, one that several of them share once. A request that is being read never has to
-    go, and does not count: decode engines that are slower than P keep it waiting, as they do without a bound, and lose
-    nothing. One request may always be kept, also if it alone is more than the bound.
+    **Unread blocks have a bound**, :attr:`max_unread_blocks`; P evicts the oldest requests first. The bound counts the
+    blocks of requests without a reader; a block that several such requests share counts once. P never evicts a request
+    that has a reader, and does not count it. So decode engines that are slower than P lose nothing: P waits for them,
+    as it would without a bound. P may always hold one request, even if it alone exceeds the bound.
 
-    P does not know whose request is whose, and the rule needs no names: who leaves requests unread loses them first,
-    being the oldest. Others have to read or claim theirs, which a decode engine does within 50 ms, or a step of its
-    own, before P has computed (or found in its prefix cache) as many other blocks as the bound. How many requests a
-    tenant may have is for the front end to decide.
+    P does not know the tenant of a request, and the rule needs no tenants: one that leaves requests unread loses them
+    first, because they are the oldest. A decode engine claims or reads its requests within 50 ms, or one of its steps.
+    Until then they are safe, unless P computes or hits as many other blocks as the bound. The front end decides how
+    many requests a tenant may have.
 
-    **Answers**, which a decode engine keeps for the next turns of their conversations, go before all others, and may be
-    given up at any time, also while they are read: who reads them computes what it cannot have.
+    **Kept turns**, which a decode engine holds for the next turn of a chat, are evicted before all other requests. They
+    may be evicted at any time, even while they are read: the reader computes what it cannot read.
 
-    Times are seconds of :func:`time.monotonic` in this process, which is P's clock. How long a lease is, only P says.
+    Times are seconds of :func:`time.monotonic` in this process, which is P's clock. Only P decides how long a lease is.
 
     Attributes:
-        max_unread_blocks: bound of the blocks that nobody reads; None for no bound.
+        max_unread_blocks: bound of the unread blocks; None for no bound.
     """
 
     def __init__(self, lease: float) -> None:
-        """Start empty; `lease` is how many seconds a request is kept after each renewal."""
+        """Start empty; `lease` is how many seconds P holds a request after each renewal."""
         self.max_unread_blocks: int | None = None
         self._digests_refused = 0
         self._lease = lease
@@ -199,7 +199,7 @@ class LeaseTable:
         self._boards = LeaseBoards()
 
     def show_on_boards(self, boards: LeaseBoards) -> None:
-        """Show on these boards what is kept from now on."""
+        """Hide all marks on the old boards; requests that P holds from now on are shown on these."""
         with self._lock:
             for held in self._held.values():
                 self._boards.hide_mark(held.place)
@@ -214,13 +214,13 @@ class LeaseTable:
         *,
         turn_seconds: float | None = None,
     ) -> None:
-        """Keep a request that has finished.
+        """Hold a request that has finished.
 
         Args:
-            key: names it, with a new generation.
-            digest: of the parameters that are handed out for it.
-            blocks: ids of the blocks that are kept for it, each once, in any order.
-            turn_seconds: for how long it is kept if nobody claims it; None if it is no answer, but for a lease.
+            key: of its lease, with a new generation.
+            digest: of the parameters that P returns for it.
+            blocks: ids of the blocks that P holds for it, each once, in any order.
+            turn_seconds: for a kept turn, how long to hold it unless it is claimed; None for one lease.
         """
         now = time.monotonic()
         seconds = self._lease if turn_seconds is None else turn_seconds
@@ -240,26 +240,26 @@ class LeaseTable:
         unread = [(key, held) for key, held in self._held.items() if not held.readers and key != spared]
         unread.sort(key=lambda item: not item[1].is_turn)
         for key, held in unread:
-            if self._without_reader.has_own(held.blocks):  # else nothing is gained: newer ones keep the same
+            if self._without_reader.has_own(held.blocks):  # otherwise newer requests hold the same blocks
                 self._end_lease(key, LeaseEnd.EVICTED)
             if self._without_reader.used <= bound:
                 return
 
     def kept_turns(self) -> list[tuple[LeaseKey, Blocks]]:
-        """Return the answers and their blocks in the order in which they are given up: those being read go last."""
+        """Return the kept turns and their blocks in the order of eviction: the oldest first, those being read last."""
         with self._lock:
             found = [(key, held) for key, held in self._held.items() if held.is_turn]
         found.sort(key=lambda item: bool(item[1].readers))
         return [(key, held.blocks) for key, held in found]
 
     def evict(self, key: LeaseKey) -> None:
-        """Give up an answer, whoever reads it."""
+        """Evict a kept turn, even while it is read."""
         with self._lock:
             if key in self._held:
                 self._end_lease(key, LeaseEnd.EVICTED)
 
     def renew(self, claims: Sequence[LeaseClaim]) -> list[LeaseState]:
-        """Extend leases, and take readers that are new; return the state of each claim."""
+        """Extend leases, and add new readers; return the state of each claim."""
         now = time.monotonic()
         with self._lock:
             return [self._renew_claim(claim, now) for claim in claims]
@@ -274,7 +274,7 @@ class LeaseTable:
         return state
 
     def _find_claimed(self, claim: LeaseClaim, now: float) -> tuple[LeaseState, _Held | None]:
-        """Return the state of a claim, and what is held for it, which was claimed by now."""
+        """Return the state of a claim, and the request that P holds for it, which counts as claimed from now on."""
         held = self._held.get(claim.key)
         if held is None:
             return LeaseState.ENDED, None
@@ -282,18 +282,18 @@ class LeaseTable:
             return LeaseState.OTHER, None
         if not self._admit_reader(held, claim.reader, now):
             return LeaseState.FULL, None
-        # One whose time was up counts as held: only `drain_ended` gives its blocks back, and it has not yet.
+        # P holds it even if its time is up: only `drain_ended` ends it then, and has not done so yet.
         held.claimed, held.overdue_since = True, None
         return LeaseState.HELD, held
 
     def _is_of_params(self, held: _Held, claim: LeaseClaim) -> bool:
-        """Return whether a claim is one of the parameters that were handed out."""
+        """Return whether a claim has the digest of the parameters that P returned."""
         same = hmac.compare_digest(held.digest, claim.digest)
         self._digests_refused += not same
         return same
 
     def _admit_reader(self, held: _Held, reader: int, now: float) -> bool:
-        """Return whether there is room for a reader; those that do not renew any more make room."""
+        """Return whether there is room for a reader; readers that have stopped renewing make room."""
         if reader not in held.readers and len(held.readers) >= MAX_READERS:
             for known in [known for known, until in held.readers.items() if until <= now]:
                 del held.readers[known]
@@ -302,7 +302,7 @@ class LeaseTable:
         return reader in held.readers or len(held.readers) < MAX_READERS
 
     def check_and_release(self, claims: Sequence[LeaseClaim], outcomes: Sequence[Outcome]) -> list[LeaseState]:
-        """Return the state of each claim as :meth:`renew` does, and release those that are held, as :meth:`release`."""
+        """Return the state of each claim, as :meth:`renew` does, and release the held ones, as :meth:`release` does."""
         now = time.monotonic()
         with self._lock:
             return [
@@ -318,13 +318,13 @@ class LeaseTable:
         return state
 
     def note_content(self, key: LeaseKey, content: bytes) -> None:
-        """Take note of the digest of what a request's blocks hold."""
+        """Store the digest of the content of a request's blocks."""
         with self._lock:
             if (held := self._held.get(key)) is not None:
                 held.content = content
 
     def contents(self, claims: Sequence[LeaseClaim]) -> list[bytes | None]:
-        """Return the digest of each claim; None where it is not there yet, or no room in an answer."""
+        """Return the content digest of each claim; None if it is not there yet, or does not fit in the reply."""
         found: list[bytes | None] = []
         room = MAX_CONTENTS_BYTES
         with self._lock:
@@ -337,10 +337,10 @@ class LeaseTable:
         return found
 
     def release(self, claims: Sequence[LeaseClaim], outcome: Outcome) -> None:
-        """Take readers off requests; those that are not held are passed over.
+        """Remove readers from requests; claims whose request P does not hold are ignored.
 
-        Blocks are freed once they have been read and no reader is left. Blocks that no reader could read are kept for
-        their lease, so that another engine can be given the same parameters.
+        P frees blocks once they have been read and no reader is left. It holds blocks that no reader could read until
+        their lease ends, so that another engine can get the same parameters.
         """
         now = time.monotonic()
         with self._lock:
@@ -363,34 +363,34 @@ class LeaseTable:
 
     def _end_lease(self, key: LeaseKey, why: LeaseEnd) -> None:
         held = self._held[key]
-        self._boards.hide_mark(held.place)  # before anybody can hear that the blocks may be freed
+        self._boards.hide_mark(held.place)  # before `drain_ended` can return it, and its blocks are freed
         self._held_blocks.remove(held.blocks)
         if not held.readers:
             self._without_reader.remove(held.blocks)
         why = LeaseEnd.READ if held.read else why
         self._ended.setdefault(KEPT_TURN_ENDS[why] if held.is_turn else why, []).append(EndedLease(key, held.blocks))
-        del self._held[key]  # after that: who sees it in neither frees nothing, and may rest for long
+        del self._held[key]  # last: if it were in neither table, `is_empty` could let the engine sleep
         self._has_ended.notify()
 
     def wait_for_end(self, seconds: float) -> None:
-        """Wait until :meth:`drain_ended` has something to return, but no longer; not at all if nothing is kept."""
+        """Wait until a lease has ended, or for so many seconds; return at once if P holds nothing."""
         with self._lock:
             if self._held:
                 self._has_ended.wait_for(lambda: bool(self._ended), seconds)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is kept, and nothing has ended since :meth:`drain_ended`. Takes no lock."""
+        """Whether P holds nothing, and no lease has ended since :meth:`drain_ended`. Takes no lock."""
         return not self._held and not self._ended
 
     def has_ended(self) -> bool:
-        """Return whether :meth:`drain_ended` has something to do: requests that have left, or whose time is up."""
+        """Return whether :meth:`drain_ended` has something to do: leases that have ended, or whose time is up."""
         now = time.monotonic()
         with self._lock:
             return bool(self._ended) or any(held.expires <= now for held in self._held.values())
 
     def drain_ended(self) -> dict[LeaseEnd, list[EndedLease]]:
-        """Return the requests that are not kept any more since the last call, each once, by why they ended."""
+        """Return the requests whose lease has ended since the last call, each once, by why it ended."""
         if self.is_empty:  # most steps of most engines
             return {}
         now = time.monotonic()
@@ -401,13 +401,13 @@ class LeaseTable:
         return ended
 
     def end_all(self) -> None:
-        """End every lease: what was kept is gone."""
+        """End every lease: the caches are gone."""
         with self._lock:
             for key in list(self._held):
                 self._end_lease(key, LeaseEnd.SLEPT)
 
     def take_digests_refused(self) -> int:
-        """Return how many claims and releases since the last call had a digest that is not their request's."""
+        """Return how many claims and releases since the last call had another digest than their request."""
         if not self._digests_refused:
             return 0
         with self._lock:
@@ -415,7 +415,7 @@ class LeaseTable:
         return refused
 
     def usage(self) -> LeaseUsage:
-        """Return what is kept now."""
+        """Return what P holds now."""
         now = time.monotonic()
         with self._lock:
             unread = (held.since for held in self._held.values() if not (held.readers or held.read or held.is_turn))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state machine of a load: a request of this engine (D) whose cache another engine (P) has computed.
 
-One request has one load, from the call in which vLLM adds it until it is loaded, computed locally or over. All states,
-and all that changes them, are in `TABLE`: a state and an event give the next state and the effects that the owner of
-the load carries out, in their order. Nothing here does I/O or looks at a clock. The scheduler's thread owns all loads.
+One request has one load, from the call in which vLLM adds it until it is loaded, computed locally or over. `TABLE` has
+all states and all that changes them: a state and an event give the next state and the effects. The owner of the load
+carries out the effects in their order. Nothing here does I/O or looks at a clock. The scheduler's thread owns all
+loads.
 
 The usual ways are::
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's part of the connector's scheduler: requests that are computed here and kept until others have read them."""
+"""P's part of the connector's scheduler: requests that P computes, and holds until decode engines have read them."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvhma")
 
 FINISHED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
-"""How a request has to end for its blocks to be kept, as vLLM names it."""
+"""vLLM's statuses of requests whose blocks P holds; it frees those of all others."""
 
 _UNREAD = {
     LeaseEnd.UNCLAIMED: "no decode engine has asked for it",
     LeaseEnd.NOT_RENEWED: "its decode engine has not renewed it in time",
-    LeaseEnd.UNREAD: "its decode engine could not read it, and no other one has asked for it",
+    LeaseEnd.UNREAD: "its decode engine could not read it, and no other engine has asked for it",
     LeaseEnd.SLEPT: "this engine has slept, and its caches are empty",
 }
-"""Why a lease may end that was not read."""
+"""Why a lease may end before a reader has read the request."""
 
 _MAX_NAMES = 8
-"""Requests that one line of the log names."""
+"""At most so many requests are named in one log line."""
 
 _PROMPT_FIELDS = ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids")
-"""Fields of vLLM's request with an entry for each token of the prompt; None where a prompt has none of the kind."""
+"""Fields of vLLM's request with an entry for each token of the prompt; None if the prompt has no such entries."""
 
 
 class PrefillScheduler:
-    """Hands requests over: their blocks are kept, and the parameters of their decode request name them.
+    """Hands off requests: P holds their blocks, and the parameters of the decode request name them.
 
     Attributes:
-        settling: requests that others follow while they are computed.
-        digests: of what the blocks hold, for requests that are summed.
+        settling: requests that decode engines follow while P computes them.
+        digests: of block contents, for requests that get one.
     """
 
     def __init__(self, context: SchedulerContext) -> None:
-        """Start; other engines are answered from :meth:`serve` on."""
+        """Start; :meth:`serve` begins to answer other engines."""
         self._context = context
         self.settling = SettlingRequests(context)
         self._incarnation_id = random_id()
@@ -68,26 +68,26 @@ class PrefillScheduler:
         self._listener: Listener | None = None
         self._hellos: dict[tuple[int, int], tuple[bytes, bytes]] = {}
         self._shortened: set[str] = set()
-        """Requests that stop before the tokens that D computes itself."""
+        """Requests whose last tokens P leaves to D."""
         self._to_stage: dict[str, Request] = {}
-        """Requests whose blocks are copied to host memory when their prompt is computed."""
+        """Requests whose blocks the workers copy to host memory once their prompt is computed."""
         self._staged: dict[str, tuple[int, tuple[Span, ...] | None]] = {}
-        """How often a request had been preempted when its blocks were copied, and to which slots; None: to none."""
+        """By request, how often it had been preempted when its blocks were copied, and their slots (None: no room)."""
         self._slots = Slots(context.engine.staging.reads)
         self._slots_held: dict[LeaseKey, tuple[Span, ...]] = {}
-        """Slots of requests that others read."""
+        """Slots of held requests."""
 
     def close(self) -> None:
-        """Stop to answer other engines."""
+        """Stop answering other engines."""
         if self._listener is not None:
             self._listener.close()
 
-    def serve(self, hellos: Mapping[tuple[int, int], LocalWorkerIdentity]) -> None:
-        """Answer other engines from now on, with the hellos of the workers by pipeline and tensor rank.
+    def serve(self, hellos: Mapping[tuple[int, int], WorkerHello]) -> None:
+        """Answer other engines from now on; `hellos` are the worker identities by pipeline and tensor rank.
 
-        Other hellos come when the engine has slept. What it held is gone, and so is what others know of it: it is
-        another incarnation, which they see where it answers and in the parameters of later requests. The same ones come
-        when an engine is woken up that is awake.
+        After sleep vLLM brings other worker identities. The caches are gone, and all leases and tickets end. The engine
+        gets a new incarnation, which other engines see in its replies and in the parameters of later requests. vLLM
+        brings the same identities if it wakes an engine that is awake.
         """
         context = self._context
         signed = {rank: (hello.data, hello.private_key) for rank, hello in hellos.items()}
@@ -111,8 +111,8 @@ class PrefillScheduler:
         self.settling.tickets.on_progress = self._listener.tell
 
     def on_request_added(self, request: Request) -> None:
-        """Take a new request whose decode another engine does."""
-        # Log-probabilities of the prompt are wanted of all of its tokens; one that is resumable goes on.
+        """Add a new request that another engine decodes."""
+        # Prompt log-probabilities need all tokens of the prompt, and a resumable request gets more tokens later.
         if self._left_to_d(request) and not (request.get_skip_reading_prefix_cache() or request.resumable):
             shorten_prompt(request, self._context.engine.loadable_tokens(request.num_prompt_tokens))
             self._shortened.add(request.request_id)
@@ -127,27 +127,27 @@ class PrefillScheduler:
             self._context.prompts.begin_digest(request, total)
 
     def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
-        """Free the blocks that are not kept any more, and tell the workers what to sum and to copy to host memory."""
+        """Free blocks whose lease has ended, and order the workers' sums and copies to host memory."""
         metadata.step = self.settling.on_step(output)
         metadata.digests = self.digests.take_orders()
         self.free_ended_leases()
         if refused := self._context.leases.take_digests_refused():
             self._context.stats.count("digest_refused", refused)
             peer_log.logger.warning(
-                "kvhma: %d claims were refused: P has not handed out their parameters as they are", refused
+                "kvhma: refused %d claims: their digest does not match the parameters that P returned", refused
             )
         if self._to_stage:
             metadata.copy_to_host = self._finished_prefills(output)
 
     def free_ended_leases(self) -> bool:
-        """Free the blocks that are not kept any more; return whether there were any."""
+        """Free blocks whose lease has ended; return whether there were any."""
         ended = self._context.leases.drain_ended()
         if ended:
             self._free_ended(ended)
         return bool(ended)
 
     def _free_ended(self, ended: Mapping[LeaseEnd, Sequence[EndedLease]]) -> None:
-        """Free the blocks of requests that are not kept any more; count and log those that were not read."""
+        """Free the blocks of requests whose lease has ended; count and log those that were not read."""
         stats, manager = self._context.stats, self._context.manager
         for why, text in _UNREAD.items():
             if unread := ended.get(why):
@@ -158,13 +158,13 @@ class PrefillScheduler:
         if evicted := ended.get(LeaseEnd.EVICTED):
             stats.count("held_dropped", len(evicted))
             peer_log.logger.warning(
-                "kvhma: the oldest requests that no decode engine has asked for are given up, since they keep more "
-                "blocks than max_held_share allows (%d requests: %s)",
+                "kvhma: evicting the oldest unclaimed requests: together they hold more blocks than max_held_share "
+                "allows (%d requests: %s)",
                 *_some(evicted),
             )
         for why in set(KEPT_TURN_ENDS.values()):
             if turns := ended.get(why):
-                stats.count("answers", len(turns), label=why.value.removesuffix(" answer"))
+                stats.count("answers", len(turns), label=why.value.removesuffix("_turn").replace("_", " "))
         for key, blocks in itertools.chain.from_iterable(ended.values()):
             self._slots.release(self._slots_held.pop(key, ()))
             self.digests.on_lease_ended(key)
@@ -172,10 +172,10 @@ class PrefillScheduler:
                 free_blocks(manager.block_pool, blocks)
 
     def on_request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
-        """Keep the blocks of a request that has ended, if a decode engine is to read them.
+        """Hold the blocks of a request that has ended, if a decode engine will read them.
 
         Returns:
-            ``kv_transfer_params`` for the decode request; None if the blocks are not kept.
+            ``kv_transfer_params`` for the decode request; None if P does not hold the blocks.
         """
         held = self._hold_blocks(request, tables)
         params, claim = (None, None) if held is None else held
@@ -186,7 +186,7 @@ class PrefillScheduler:
     def _hold_blocks(
         self, request: Request, tables: Sequence[Sequence[int]]
     ) -> tuple[dict[str, Any], LeaseClaim] | None:
-        """Keep the blocks of a request; return its parameters and what its readers claim, as no reader of them."""
+        """Hold the blocks of a request; return its parameters and a claim without a reader, for its ticket."""
         self._to_stage.pop(request.request_id, None)
         remote, geometry, manager = (
             self._describe_finished(request, tables),
@@ -204,14 +204,14 @@ class PrefillScheduler:
             self._slots_held[remote.lease_key] = slots
         engine = self._context.engine
         params, digest = remote.to_params(self._context.secrets, pp_size=engine.pp_size, dcp_size=engine.dcp_size)
-        # All that the request has, of groups that take no part too.
+        # All blocks of the request, also of groups that are not transferred.
         self._context.leases.hold(
             remote.lease_key, digest, hold_blocks(manager.block_pool, tables, geometry.null_block)
         )
         return params, LeaseClaim(remote.lease_key, 0, digest)
 
     def _describe_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> PrefillParams | None:
-        """Return what a decode engine has to know of a request that has ended; None if it cannot have it."""
+        """Return the parameters of a request that has ended; None if P cannot hand it off."""
         params, geometry = request.kv_transfer_params, self._context.geometry
         if not isinstance(params, dict) or params.get("do_remote_decode") is not True or geometry is None:
             return None
@@ -226,7 +226,7 @@ class PrefillScheduler:
         return self.describe_request(request, tokens, spans)._replace(items=items)
 
     def describe_request(self, request: Request, tokens: int, spans: Sequence[Span]) -> PrefillParams:
-        """Return what another engine has to know of a request, under a key that was never used."""
+        """Return the parameters of a request, with a new lease key."""
         engine = self._context.engine
         return PrefillParams(
             address=engine.address,
@@ -242,45 +242,43 @@ class PrefillScheduler:
         )
 
     def discard_request(self, request_id: str) -> None:
-        """Forget a request that has ended before it could be computed."""
+        """Discard a request that ended before P could compute it."""
         self._shortened.discard(request_id)
         self._to_stage.pop(request_id, None)
         self.settling.on_request_finished(request_id, None)
         self._context.prompts.cancel_digest(request_id)
 
     def _left_to_d(self, request: Request) -> int:
-        """Return how many of the last tokens of a request's prompt D computes, if the prompt still has them."""
+        """Return how many of a prompt's last tokens P leaves to D; 0 if it is shortened already, or too short."""
         engine = self._context.engine
         is_whole = request.request_id not in self._shortened and engine.loadable_tokens(request.num_prompt_tokens) > 0
         return engine.backoff if is_whole else 0
 
     def _tokens_to_hand_off(self, request: Request) -> int | None:
-        """Return how many tokens the caches of a request hold for a decode engine; None if its state is elsewhere."""
+        """Return of how many tokens the caches are handed off; None if the state is not that of a known token."""
         engine = self._context.engine
         tokens: int = request.num_computed_tokens
         prompt: int = request.num_prompt_tokens
         if not engine.has_state:
-            # P sampled what follows, or D computes it; a cache of tokens can be used for fewer of them.
+            # D needs no tokens after these, and can use a cache of tokens for fewer of them.
             return min(tokens, prompt - self._left_to_d(request))
         decoded = tokens - prompt
         if decoded <= 0 or not (engine.drafted_state or engine.host_staged):
             return tokens
         if engine.drafted_state:
-            how = f"it decoded {decoded} tokens with speculative_config, and the state of a recurrent layer is then "
-            where = "where the accepted drafts ended"
+            why = "with speculative_config, and the recurrent state is then at another place, after the accepted drafts"
         else:
-            how = f"it decoded {decoded} tokens, and the state of a recurrent layer in host memory "
-            where = "(kv_buffer_device, host_staged) is that of its prompt"
-        text = "kvhma: request %s is not handed over: %s%s; ask P for max_tokens=1"
-        peer_log.logger.warning(text, request.request_id, how, where)
+            why = "and the recurrent state in host memory (kv_buffer_device, host_staged) is that of its prompt"
+        text = "kvhma: cannot hand off request %s: it decoded %d tokens %s; send max_tokens=1 to P"
+        peer_log.logger.warning(text, request.request_id, decoded, why)
         return None
 
     def _spans_to_hand_off(
         self, request_id: str, tokens: int, tables: Sequence[Sequence[int]], geometry: Geometry
     ) -> list[Span] | None:
-        """Return all blocks that are still held, or their slots in host memory.
+        """Return all live blocks of a request, or their slots in host memory.
 
-        None if they have no slots, or if one is missing of the windows and chunks after `tokens`.
+        None if they have no slots, or if the window or chunk of the token after `tokens` lacks a block.
         """
         try:
             if self._context.engine.host_staged:
@@ -292,12 +290,12 @@ class PrefillScheduler:
                 spans = live_spans(geometry, None, self._context.transfer_tables(tables))
             needed = first_entries(geometry.core, tokens, [0] * len(spans))
         except KvhmaError:
-            logger.exception("kvhma: the blocks of %s cannot be handed over", request_id)
+            logger.exception("kvhma: cannot hand off the blocks of request %s", request_id)
             return None
         if any(span.first > first for span, first in zip(spans, needed, strict=True)):
             peer_log.logger.warning(
-                "kvhma: request %s is not handed over: the window of token %d begins in a block that is not held any "
-                "more, since more tokens than that were computed here; its decode engine computes it itself",
+                "kvhma: cannot hand off request %s: P computed more tokens than D needs, and vLLM has freed a block "
+                "of the window of token %d; D computes the prompt",
                 request_id,
                 tokens,
             )
@@ -305,9 +303,9 @@ class PrefillScheduler:
         return spans
 
     def _finished_prefills(self, output: SchedulerOutput) -> list[tuple[tuple[Span, ...], tuple[Span, ...]]]:
-        """Return the blocks of the requests whose prompt is computed in this step, and the slots that others read.
+        """Return the blocks of the requests whose prompt this step completes, and their slots in host memory.
 
-        Again after each preemption: the request has other blocks then, which may all be hits of the prefix cache.
+        A request is copied again after each preemption. It then has other blocks, and all may be prefix-cache hits.
         """
         geometry, manager = self._context.geometry, self._context.manager
         finished = []
@@ -327,42 +325,42 @@ class PrefillScheduler:
         return finished
 
     def _take_slots(self, request_id: str, spans: tuple[Span, ...]) -> tuple[Span, ...] | None:
-        """Return slots for the blocks of a request; None if there is no room, so that it is not handed over."""
+        """Return slots for the blocks of a request; None if there is no room, and so no hand-off."""
         try:
             slots = self._slots.take_slots(spans)
         except RequestError as error:
-            logger.warning("kvhma: request %s is not handed over: %s", request_id, error)
+            logger.warning("kvhma: cannot hand off request %s: %s", request_id, error)
             return None
         if slots is None:
             self._context.stats.count("staging_full")
             peer_log.logger.warning(
-                "kvhma: request %s is not handed over: the blocks of others that decode engines have not read yet take "
-                "all of staging_blocks; its decode engine computes it itself",
+                "kvhma: cannot hand off request %s: all staging_blocks hold requests that decode engines have not read "
+                "yet; D computes the prompt",
                 request_id,
             )
         return slots
 
 
 def _some(ended: Sequence[EndedLease]) -> tuple[int, str]:
-    """Return how many requests there are, and the first of their names, which clients may have chosen."""
+    """Return how many requests there are, and the first of their names; clients may have chosen these."""
     more = ", ..." if len(ended) > _MAX_NAMES else ""
     return len(ended), ", ".join(one_line(key.request_id) for key, _ in ended[:_MAX_NAMES]) + more
 
 
 def shorten_prompt(request: Request, num_tokens: int) -> None:
-    """Make a request one for the first tokens of its prompt, and for one token that P samples only to end it.
+    """Shorten a request to the first tokens of its prompt, and to one sampled token, which only ends it.
 
-    A recurrent state is that of the last token computed, and a block that a window has passed is freed. So P must not
-    compute the tokens that D computes again:
+    A recurrent state is that of the last computed token, and vLLM frees a block that a window has passed. So P must not
+    compute the tokens that D computes itself:
 
         prompt       t0 t1 ... t(n-2) | t(n-1)
         P computes   ----------------->                its state is that of t(n-2), its windows are those of t(n-1)
         D computes                      ------> t(n)
 
-    Block hashes of the whole prompt stay: vLLM uses them for computed tokens only.
+    The block hashes of the whole prompt stay: vLLM uses them only for computed tokens.
     """
-    # Samples of one prompt share its lists where engine and front end are one process. A list that only the request has
-    # is cut as it is: a copy of a long one takes a third of a millisecond.
+    # Samples of a prompt share its lists if engine and front end are one process. A list without other users is cut in
+    # place: to copy a long one takes a third of a millisecond.
     nobodys: list[int] = []
     only_its_own = sys.getrefcount(nobodys) + 1
     for name in _PROMPT_FIELDS:
@@ -371,7 +369,7 @@ def shorten_prompt(request: Request, num_tokens: int) -> None:
             del tokens[num_tokens:]
         elif tokens is not None:
             setattr(request, name, tokens[:num_tokens])
-    # In place: the request's public view is of this very list.
+    # In place: the request's public view shows this list.
     del request._all_token_ids[num_tokens:]
     request.num_prompt_tokens = num_tokens
     request.max_tokens = 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's prefix cache: what of a request it holds already, and what of a load it must never serve.
+"""D's prefix cache: which blocks of a request it has already, and which blocks of a load it must never serve.
 
-vLLM gives every full block of a loaded request a hash, and later requests that share its tokens attend to all of them.
-A block that was filled only from some token on is right for the request that was loaded, and for no other.
+vLLM gives every full block of a loaded request a hash. Later requests with the same tokens hit it, and attend to all
+its tokens. A block that a load has filled only from some token on is right for the loaded request alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_manager(manager: KVCacheManager) -> None:
-    """Refuse a manager whose blocks could not be kept out of the prefix cache.
+    """Refuse a manager that offers no way to exclude blocks from the prefix cache.
 
     Raises:
         UnsupportedPairError: this version of vLLM counts cached blocks in another way.
@@ -29,22 +29,21 @@ def check_manager(manager: KVCacheManager) -> None:
     for single in manager.coordinator.single_type_managers:
         if not isinstance(getattr(single, "num_cached_block", None), dict):
             raise UnsupportedPairError(
-                f"{type(single).__name__} of this vLLM has no num_cached_block, which keeps blocks that a load has not "
-                "filled out of the prefix cache; use a version of docs/compatibility.md"
+                f"{type(single).__name__} of this vLLM has no num_cached_block, with which kvhma excludes partly "
+                "filled blocks from the prefix cache; use a version of docs/compatibility.md"
             )
 
 
 def has_partial_hits(manager: KVCacheManager) -> bool:
-    """Return whether a hit may end inside of a block."""
+    """Return whether a hit may end inside a block."""
     return bool(getattr(manager.coordinator, "enable_partial_hash_hits", False))
 
 
 def hits_may_differ(manager: KVCacheManager) -> bool:
-    """Return whether groups may begin with hits of different lengths, of which a load fills what the others lack.
+    """Return whether groups may have hits of different lengths, so that a load fills what each group lacks.
 
-    Where a hit may end inside of a block, vLLM cuts it to whole blocks in favour of a longer load, and takes for
-    granted that the hits of all groups but state reach up to the cut. That of a window or a chunk need not: the engine
-    would stop.
+    If a hit may end inside a block, vLLM cuts it to whole blocks in favour of a longer load. It assumes that the hits
+    of all groups but state reach the cut. A hit of a window or a chunk may be shorter, and then the engine would stop.
     """
     if not has_partial_hits(manager):
         return True
@@ -55,10 +54,10 @@ def hits_may_differ(manager: KVCacheManager) -> bool:
 
 
 def hit_blocks(table: Sequence[KVCacheBlock], start: int = 0) -> int:
-    """Return how many leading entries of a request's block table are not to be written, `start` or more.
+    """Return how many leading entries of a request's block table must not be written, `start` or more.
 
-    They are hits of the prefix cache, which other requests may share, and the null blocks before them. vLLM allocates
-    the blocks of a load without a hash.
+    These are hits of the prefix cache, which other requests may share, and the null blocks before them. The blocks that
+    vLLM allocates for a load have no hash yet.
     """
     for index in range(start, len(table)):
         if not table[index].is_null and table[index].block_hash is None:
@@ -67,10 +66,10 @@ def hit_blocks(table: Sequence[KVCacheBlock], start: int = 0) -> int:
 
 
 def mark_uncacheable(manager: KVCacheManager, request_id: str, group: int, token: int) -> None:
-    """Keep the blocks of a loaded request that begin before a token out of the prefix cache.
+    """Exclude the blocks of a loaded request that begin before a token from the prefix cache.
 
-    Call it before the load is reported as done: vLLM gives blocks their hashes right after. It takes them for cached
-    already, and they are forgotten with the request.
+    Call it before vLLM processes the end of the load, since it then gives blocks their hashes. vLLM takes these blocks
+    for cached already, and drops that count with the request.
 
     Args:
         manager: vLLM's.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prompt is, for the caches of its tokens: all that vLLM's own block hash covers."""
+"""Digests of a prompt: they cover all that decides the cache of its tokens, as vLLM's own block hash does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _SAMPLE = re.compile(r"\d+_")
-"""How vLLM begins the name of one of several samples of a prompt; a client may choose such a name too."""
+"""How vLLM begins the name of a request that is one of several samples; a client may choose such a name too."""
 
 
 def is_sample(request_id: str) -> bool:
@@ -27,37 +27,38 @@ def is_sample(request_id: str) -> bool:
 def prompt_digest(request: Request, num_tokens: int, *, adapter_paths: bool = True) -> str:
     """Return a digest of the first tokens of a request and of everything else that decides their cache.
 
-    That is what vLLM gives to its block hash, which itself depends on the block size and on settings of an engine, so
-    that two engines cannot compare it: tokens, adapter, multimodal items with their places, cache salt and embeddings.
+    It covers the same as vLLM's block hash: tokens, adapter, multimodal items with their positions, cache salt and
+    embeddings. The block hash itself depends on the block size and settings of an engine, so two engines cannot compare
+    it.
 
     Args:
         request: vLLM's request.
         num_tokens: how many of its tokens count.
-        adapter_paths: whether an adapter is its name and its path, as for vLLM, and not its name alone.
+        adapter_paths: whether an adapter is identified by name and path, as vLLM does, or by name alone.
 
     Returns:
         32 hexadecimal digits.
 
     Raises:
-        RequestError: the request has fewer tokens, or one that does not fit 32 bits.
+        RequestError: the request has fewer tokens, or a token that does not fit 32 bits.
     """
-    # The list itself: a slice of vLLM's public view would be one more pass over all tokens.
+    # The private list: a slice of vLLM's public view would be another pass over all tokens.
     header = _header(request, num_tokens, adapter_paths)
     return digest_tokens(header, request._all_token_ids, num_tokens).hex()
 
 
 def prefix_digests(request: Request, counts: Sequence[int], *, adapter_paths: bool = True) -> list[str]:
-    """Return a digest of some numbers of first tokens each, and of what :func:`prompt_digest` is of besides.
+    """Return the digests of several prefixes of a request.
 
-    One pass over the tokens is enough for all. The digests are others than those of :func:`prompt_digest`.
+    They cover the same as those of :func:`prompt_digest`, but differ from them. All take one pass over the tokens.
 
     Args:
         request: vLLM's request.
-        counts: how many of its tokens count, none less than the one before.
+        counts: lengths of the prefixes in tokens, in ascending order.
         adapter_paths: as for :func:`prompt_digest`.
 
     Raises:
-        RequestError: the request has fewer tokens, or one that does not fit 32 bits.
+        RequestError: the request has fewer tokens, or a token that does not fit 32 bits.
     """
     tokens = digest_prefixes(request._all_token_ids, list(counts))
     return [
@@ -67,7 +68,7 @@ def prefix_digests(request: Request, counts: Sequence[int], *, adapter_paths: bo
 
 
 def _header(request: Request, num_tokens: int, adapter_paths: bool) -> bytes:
-    """Return what decides the cache of the first tokens of a request besides themselves."""
+    """Return everything besides the tokens that decides the cache of a request's first tokens."""
     header = [
         num_tokens,
         _adapter(request.lora_request, adapter_paths),
@@ -89,7 +90,7 @@ def _adapter(lora: Any, with_path: bool) -> list[str] | None:
 
 
 def _embeddings(request: Request, num_tokens: int) -> list[Any] | None:
-    """Name the given embeddings, and which tokens stand among them."""
+    """Return a digest of the request's embeddings, and of which positions are tokens instead."""
     if request.prompt_embeds is None:
         return None
     from torch import uint8

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector in the scheduler's process: which part of it gets what vLLM says."""
+"""The connector in the scheduler's process: it passes each of vLLM's calls to the part that handles it."""
 
 from __future__ import annotations
 
@@ -28,23 +28,22 @@ if TYPE_CHECKING:
 
 
 _END_SECONDS = 5e-4
-"""How long a step that has nothing else to do waits for an engine to have read what is kept for it. A new request may
-come meanwhile."""
+"""How long a step that has nothing else to do waits for a lease to end. It is short, since a new request may come."""
 
 
 class KvhmaScheduler:
-    """Decides what is loaded, and what is kept for others and for how long. Moves nothing.
+    """Decides which requests are loaded, and which blocks this engine holds for how long. It moves no data.
 
     Attributes:
-        context: what both parts know of their engine.
+        context: state that both parts share.
         prefill: requests that other engines load.
-        decode: requests that are loaded from other engines.
-        kept_turns: requests that were decoded here and are kept for their next turns; None if none are.
+        decode: requests that this engine loads from other engines.
+        kept_turns: requests that this engine has decoded and holds for their next turns; None if it does not.
         hits_may_differ: whether groups may begin with prefix-cache hits of different lengths.
     """
 
     def __init__(self, settings: Settings, secrets: Secrets, engine: EngineFacts) -> None:
-        """Start the thread that renews leases; other engines are answered once the workers' hellos are there."""
+        """Start without threads; :meth:`serve` begins to answer other engines."""
         leases = LeaseTable(settings.kv_lease_duration)
         stats = StatsCollector(lambda: lease_gauges(leases), busy=lambda: len(leases) > 0)
         self.context = SchedulerContext(settings, engine, leases, secrets, stats)
@@ -54,7 +53,7 @@ class KvhmaScheduler:
         self.hits_may_differ = True
         self._loop = EngineLoop(leases, stats)
         self._idle_steps = 0
-        """In a row."""
+        """Steps without work since the last step with work."""
 
     def close(self) -> None:
         """Stop the threads."""
@@ -64,28 +63,28 @@ class KvhmaScheduler:
         self.context.prompts.close()
 
     def bind(self, manager: KVCacheManager) -> None:
-        """Take vLLM's manager of blocks; from now on, what nobody reads may keep a share of them only.
+        """Use vLLM's block manager; from now on unread requests may hold only a share of its blocks.
 
         Raises:
-            UnsupportedPairError: blocks cannot be kept out of its prefix cache.
+            UnsupportedPairError: kvhma cannot exclude blocks from its prefix cache.
         """
         check_manager(manager)
         self.context.manager = manager
         self.context.partial_hits = has_partial_hits(manager)
-        # The null block is none that could be kept.
+        # The null block is never held.
         blocks = manager.block_pool.num_gpu_blocks - 1
         self.context.leases.max_unread_blocks = int(blocks * self.context.settings.max_held_share)
         self.hits_may_differ = hits_may_differ(manager)
 
     def serve(self, hellos: Mapping[tuple[int, int], Any]) -> None:
-        """Take the hellos of the workers, by pipeline and tensor rank, and answer other engines from now on."""
-        found = {rank: hello for rank, hello in hellos.items() if isinstance(hello, LocalWorkerIdentity)}
+        """Answer other engines from now on; `hellos` are the worker identities by pipeline and tensor rank."""
+        found = {rank: hello for rank, hello in hellos.items() if isinstance(hello, WorkerHello)}
         if found:
             self.context.geometry = decode_handshake(found[min(found)].data).geometry
             self.prefill.serve(found)
 
     def on_request_added(self, request: Request) -> None:
-        """Look at a new request once: whatever its parameters are, nothing later has to check them."""
+        """Add a new request, and check its parameters once: no later call has to."""
         params: Any = request.kv_transfer_params
         if params is None:
             return
@@ -111,23 +110,23 @@ class KvhmaScheduler:
         return found
 
     def on_blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """Take the blocks that a load is to fill."""
+        """Pass on the blocks that vLLM has allocated for a request."""
         if self.kept_turns is not None:
             self.kept_turns.on_blocks_allocated(request)
         self.decode.on_blocks_allocated(request, blocks, external)
 
     def make_room(self) -> bool:
-        """Free blocks for a request that lacks some, and give up answers; return whether the next step has more."""
+        """Free blocks for a request that lacks some, else evict kept turns; return whether the next step has more."""
         return self.prefill.free_ended_leases() or (self.kept_turns is not None and self.kept_turns.make_room())
 
     def needs_step(self) -> bool:
-        """Return whether vLLM has to make a step though there is nothing to compute."""
+        """Return whether vLLM must make a step though there is nothing to compute."""
         if self.prefill.digests.is_waiting or (self.kept_turns is not None and self.kept_turns.is_settling):
             return True
         return self._loop.must_step()
 
     def on_step(self, output: SchedulerOutput) -> StepMetadata:
-        """Return what the workers have to know in this step."""
+        """Return what the workers must know in this step."""
         self._loop.on_step()
         idle = output.total_num_scheduled_tokens == 0
         self._idle_steps = self._idle_steps + 1 if idle else 0
@@ -141,14 +140,14 @@ class KvhmaScheduler:
         return metadata
 
     def _wait_for_peers(self) -> None:
-        """Wait a little for what others do: an engine that spins takes Python's lock, and cores, from who does it."""
+        """Wait a little for other threads and engines: a spinning step would take Python's lock and cores from them."""
         if self.decode.pending:
             self.decode.wait_for_progress()
         else:
             self.context.leases.wait_for_end(_END_SECONDS)
 
     def on_worker_results(self, output: KVConnectorOutput) -> None:
-        """Take note of the loads that have ended, of the step whose results these are, and of what was summed."""
+        """Pass on which loads have ended, whose step's results these are, and what the workers have summed."""
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self.prefill.digests.on_worker_results(report)
@@ -156,12 +155,12 @@ class KvhmaScheduler:
                 self.prefill.settling.on_step_results(report.step)
         if self.kept_turns is not None:
             done = (output.finished_recving or set()) - (output.failed_recving or set())
-            pending = self.decode.pending  # forgets them below
+            pending = self.decode.pending  # the call below removes them
             self.kept_turns.on_requests_loaded({name for name in done if name in pending and pending[name].end is None})
         self.decode.on_worker_results(output)
 
     def on_request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
-        """Take note that a request has ended; return the parameters to read its blocks, None if they are not kept."""
+        """Return the parameters by which an engine reads the blocks of an ended request; None if they are not held."""
         if self.kept_turns is not None:
             self.kept_turns.stop_tracking(request.request_id)
         unfilled = self.decode.unfilled.pop(request.request_id, {})
@@ -174,12 +173,12 @@ class KvhmaScheduler:
         return params
 
     def take_stats(self) -> TransferStats | None:
-        """Return what was counted since the last call."""
+        """Return the counts since the last call."""
         return self.context.stats.take()
 
 
 def lease_gauges(leases: LeaseTable) -> dict[str, float]:
-    """Return the gauges of what is kept for other engines."""
+    """Return the gauges of what this engine holds for other engines."""
     usage = leases.usage()
     return {
         "held_leases": usage.requests,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a request's cache is computed for good while P goes on computing it, told to who follows its ticket.
+"""Progress of requests that decode engines follow: which tokens are settled while P computes the rest.
 
-A step is settled when its results are back, not when it was built: with asynchronous scheduling the next one is built
-before. So every step has a number that the workers send back with its results.
+A step is settled when its results are back, not when it was built: with async scheduling vLLM builds the next step
+before that. So every step has a number, which the workers send back with its results.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class _Followed:
 
     Attributes:
         ticket: its ticket.
-        total: tokens that will be handed over.
-        prompt: digest of them.
-        steps: number of each step that is under way, and tokens that are computed after it.
+        total: tokens that P will hand off.
+        prompt: digest of these tokens.
+        steps: number of each step in flight, and how many tokens are computed after it.
         begun: whether it was scheduled since it was added or preempted.
-        tokens: that are settled.
-        blocks: of them that were told, by index of the group.
+        tokens: number of settled tokens.
+        blocks: blocks that P has published, by index of the group.
     """
 
     ticket: bytes
@@ -54,28 +54,28 @@ class _Followed:
 
 
 class SettlingRequests:
-    """Requests with a ticket, and what of them is settled.
+    """Requests with a ticket, and how many of their tokens are settled.
 
     Attributes:
-        tickets: what others are told.
+        tickets: the progress that P publishes.
     """
 
     def __init__(self, context: SchedulerContext) -> None:
         """Start without requests."""
         self._context = context
         self.tickets = TicketTable(context.settings.kv_lease_duration)
-        # Whoever else has the parameters gets the time that other samples of a prompt get.
+        # Another reader with the same parameters gets as much time as another sample of a prompt.
         self.tickets.on_cancelled = lambda claim: context.leases.release([claim], Outcome.READ_SHARED)
         self._followed: dict[str, _Followed] = {}
         self._step: int | None = None
-        """Number of the last step; None before the first ticket: nobody asks then."""
+        """Number of the last step; None before the first ticket, when no number is needed."""
         self._settled = -1
         """Number of the last step that is settled; -1 before the first one is."""
         self._computing: deque[int] = deque()
-        """Steps under way that compute something, where there are drafts."""
+        """Steps in flight that compute something, if the engine drafts."""
 
     def on_request_added(self, request: Request, source: Incarnation, total: int) -> bool:
-        """Take a new request, of which `total` tokens will be handed over; return whether it can be followed."""
+        """Add a new request, of which P will hand off `total` tokens; return whether it can be followed."""
         params: Any = request.kv_transfer_params
         try:
             ticket = read_ticket_id(params)
@@ -88,18 +88,19 @@ class SettlingRequests:
         groups = len(self._context.geometry.groups)
         if not self.tickets.open_ticket(ticket, request.request_id, source, groups, total, prompt):
             peer_log.logger.warning(
-                "kvhma: request %s cannot be followed: its ticket was used, or too many are", request.request_id
+                "kvhma: request %s cannot be followed: its ticket is in use already, or P has too many tickets",
+                request.request_id,
             )
             return False
         self._followed[request.request_id] = _Followed(ticket, total, prompt)
         if self._step is None:
-            self._step = 0  # the steps up to now have no number, and the last ones may not be over
+            self._step = 0  # earlier steps have no number, and the last of them may still be in flight
         return True
 
     def on_step(self, output: SchedulerOutput) -> int | None:
-        """Take note of what a step computes; return its number, None if nobody asks for it.
+        """Note what a step computes; return its number, or None before the first ticket.
 
-        What was preempted is told before anything can be overwritten: the workers get the step after this.
+        This publishes preemptions before the workers can overwrite blocks: they get the step afterwards.
         """
         if self._step is None:
             return None
@@ -116,7 +117,7 @@ class SettlingRequests:
         return self._step
 
     def _restart(self, followed: _Followed) -> None:
-        """Take note that what was computed of a request may be overwritten from now on."""
+        """Note that the computed blocks of a request may be overwritten from now on."""
         followed.steps.clear()
         followed.begun, followed.tokens, followed.blocks = False, 0, {}
         self.tickets.begin_epoch(followed.ticket)
@@ -125,10 +126,10 @@ class SettlingRequests:
         assert self._step is not None  # noqa: S101
         known = followed.steps[-1][1] if followed.steps else followed.tokens
         if computed < min(known, followed.total):
-            self._restart(followed)  # blocks that another connector should have filled are computed after all
+            self._restart(followed)  # vLLM computes blocks again that another connector failed to fill
         if not followed.begun and computed:
-            # A hit of the prefix cache, which an earlier step may still be computing; or this one, if another connector
-            # fills blocks within it.
+            # It is a hit of the prefix cache. An earlier step may still be computing it, or this step, if another
+            # connector fills blocks during it.
             filled = self._step if output.has_sync_kv_loads else self._step - 1
             followed.steps.append((filled, self._settled_hit(request_id, computed, output)))
         followed.begun = True
@@ -159,9 +160,9 @@ class SettlingRequests:
         return computed
 
     def on_step_results(self, step: int) -> None:
-        """Take note that the results of a step are back."""
+        """Note that the results of a step are back."""
         if self._context.engine.drafts:
-            # Those before it are settled, if it has computed anything: a device does one after the other.
+            # If this step has computed something, the steps before it are settled: a device runs them in order.
             while self._computing and self._computing[0] < step:
                 self._computing.popleft()
             if not self._computing or self._computing[0] > step:
@@ -172,7 +173,7 @@ class SettlingRequests:
             self._publish_settled(request_id, followed)
 
     def _publish_settled(self, request_id: str, followed: _Followed) -> None:
-        """Tell what is settled by now, if it is more than was told."""
+        """Publish the settled tokens, if they are more than before."""
         tokens = followed.tokens
         while followed.steps and followed.steps[0][0] <= self._settled:
             tokens = max(tokens, followed.steps.popleft()[1])
@@ -186,9 +187,7 @@ class SettlingRequests:
         tables = manager.get_blocks(request_id).blocks
         groups = {index: self._context.engine.transfer_groups[index] for index in settling_groups(geometry)}
         if any(tables[groups[index]][: len(blocks)] != blocks for index, blocks in followed.blocks.items()):
-            self.tickets.begin_epoch(
-                followed.ticket
-            )  # some are others now: they were copied, and their places are free
+            self.tickets.begin_epoch(followed.ticket)  # vLLM has copied blocks and freed the old ones
             followed.blocks = {}
         new_blocks = {}
         for index, group in groups.items():
@@ -200,49 +199,49 @@ class SettlingRequests:
 
     @property
     def _can_settle(self) -> bool:
-        """Whether others can read blocks before the end: not through host memory, nor of several stages."""
+        """Whether decode engines can read blocks before the end: not with host staging or pipeline stages."""
         engine = self._context.engine
         return not engine.host_staged and engine.pp_size == 1
 
     def is_cancelled(self, request_id: str) -> bool:
-        """Return whether the follower of a request does not need it any more."""
+        """Return whether the follower of a request has cancelled it."""
         followed = self._followed.get(request_id)
         return followed is not None and self.tickets.is_cancelled(followed.ticket)
 
     def prompt_digest(self, request: Request, tokens: int) -> str:
-        """Return the digest of a request's first tokens, which was made before if others were told it."""
+        """Return the digest of a request's first tokens; a followed request has it already."""
         followed = self._followed.get(request.request_id)
         if followed is not None and followed.total == tokens:
             return followed.prompt
         return self._context.prompts.take_digest(request, tokens)
 
     def epoch(self, request_id: str) -> int:
-        """Return the epoch of a request; 0 if nobody can follow it."""
+        """Return the epoch of a request; 0 if it has no ticket."""
         followed = self._followed.get(request_id)
         return 0 if followed is None else self.tickets.epoch(followed.ticket)
 
     def on_request_finished(
         self, request_id: str, params: dict[str, Any] | None, claim: LeaseClaim | None = None
     ) -> None:
-        """Take note that a request has ended; without parameters it is not handed over. They are read by a `claim`."""
+        """Note that a request has ended; without `params` there is no hand-off. The `claim` is that of the `params`."""
         followed = self._followed.pop(request_id, None)
         if followed is None:
             return
         if params is None:
             self.tickets.end_ticket(
-                followed.ticket, ended="P has not kept it: it was aborted, or cannot be handed over"
+                followed.ticket, ended="P does not hold it: it was aborted, or P cannot hand it off"
             )
         else:
             self.tickets.end_ticket(followed.ticket, params=json.dumps(params).encode(), claim=claim)
 
     def end_all(self) -> None:
-        """End all tickets: what was computed is gone."""
+        """End all tickets: the caches are gone."""
         self.tickets.end_all("P has slept, and its caches are empty")
         self._followed.clear()
 
 
 def _computed_before(output: SchedulerOutput) -> dict[str, int]:
-    """Return how many tokens of each request of a step were computed before it."""
+    """Return how many tokens of each scheduled request were computed before the step."""
     found = {data.req_id: data.num_computed_tokens for data in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     return found | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

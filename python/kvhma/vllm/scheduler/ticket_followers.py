@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's conversations about tickets: a thread asks each ticket's P how far it is, so that no step waits for an answer.
+"""D's ticket followers: a thread asks each ticket's P for progress, so that no step waits for a reply.
 
-new --> connecting --> asked: P answers when there is news --> asked again ... --> over
+new --> connecting --> asked: P replies when there is progress --> asked again ... --> over
               ^                          |
-              '------- a pause <---------' the connection has ended, or nobody was there
+              '------- a pause <---------' the connection has failed or ended
 """
 
 from __future__ import annotations
@@ -36,56 +36,57 @@ from kvhma.vllm.wire.tickets import Ticket
 logger = logging.getLogger("vllm.kvhma")
 
 MAX_FOLLOWED = 1024
-"""Requests that are followed at a time."""
+"""Tickets that D follows at a time."""
 
 _MAX_WAIT_SECONDS = 5.0
-"""Seconds after which P answers even if there is nothing new, so that one that is gone is noticed."""
+"""Seconds after which P replies even without progress, so that D notices if P is gone."""
 
 _ANSWER_SECONDS = 2.0
-"""For an answer to come after that, at least."""
+"""Least time for a reply to arrive after that."""
 
 _BLOCKS_PER_TOKEN = 4
 _BLOCKS_MORE = 256
-"""Blocks of all groups that are stored for each token, and beside them: a few groups may have blocks of one token."""
+"""Bound of the blocks that D stores of all groups: so many for each token, and so many more. A few groups may have
+blocks of one token."""
 
 _PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 3.0
-"""Between attempts to reach P: twice as long after each that fails."""
+"""Pauses between attempts to reach P: each is twice as long as the one before."""
 
 _SILENCE_SECONDS = 20.0
-"""How long P may not answer at all, beside the time of one answer, before the request is given up."""
+"""How long P may be silent, beside the time of one reply, before D stops retrying."""
 
 _ANSWER_BYTES = 1 << 16
 _BLOCK_BYTES = 24
-"""Bytes that an answer may have: so many, and for each block that is stored as a text and again in the parameters."""
+"""Bound of the bytes of a reply: so many, and so many for each block, which may be named in text and in parameters."""
 
 MAX_UNREAD_BYTES = 256 << 20
-"""Of unfinished answers, over all conversations; the largest is cut off."""
+"""Bound of the bytes of unfinished replies of all followers; beyond it the largest ends with an error."""
 
 _CHECK_SECONDS = 1.0
-"""How often conversations are looked at that nothing was heard from."""
+"""How often the thread checks followers without a reply."""
 
 _BUSY_SECONDS = 0.01
-"""Processor time without a pause, after which the thread pauses as long: P decides how often it has progress."""
+"""Processor time after which the thread pauses as long: P decides how often it reports progress."""
 
 
 @dataclass(eq=False)
 class TicketFollower:
-    """What is known of a ticket. Its lock guards all but what is only the thread's.
+    """What D knows of a ticket. The lock guards all attributes but those of the thread.
 
     Attributes:
         ticket: the ticket.
-        max_tokens: tokens that D's request has: nothing is stored of a longer one.
-        is_own: whether it is D's own listener that is asked.
-        source: who computes the request; None before P has answered.
-        groups: how many KV cache groups that engine has.
-        total: tokens that P will hand over.
-        prompt: digest of them.
-        epoch: of what is settled.
-        tokens: that are settled.
+        max_tokens: tokens of D's request: D stores no blocks of a longer one.
+        is_own: whether the ticket's address is D's own listener.
+        source: the engine that computes the request; None before P's first reply.
+        groups: number of KV cache groups of that engine.
+        total: tokens that P will hand off.
+        prompt: digest of these tokens.
+        epoch: of the settled tokens.
+        tokens: number of settled tokens.
         tables: P's blocks of them from position 0 on, by index of P's group.
-        params: P's ``kv_transfer_params``; None before.
-        error: why there will be none; empty as long as there may be.
+        params: P's ``kv_transfer_params``; None before the hand-off.
+        error: why there is no hand-off; empty as long as there may be one.
     """
 
     ticket: Ticket
@@ -101,34 +102,34 @@ class TicketFollower:
     params: dict[str, Any] | None = None
     error: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    # Of the thread:
+    # Used by the thread only:
     version: int = 0
     begun: float = field(default_factory=time.monotonic)
     answered: float = field(default_factory=time.monotonic)
     retry_at: float = 0.0
     failures: int = 0
     unread: int = 0
-    """Bytes of an unfinished answer."""
+    """Bytes of an unfinished reply."""
     client: Client | None = None
     connecting: Future[Client] | None = None
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will be known."""
+        """Whether no more progress will come."""
         return self.params is not None or bool(self.error)
 
     def on_progress(self, progress: Progress) -> None:
-        """Take an answer.
+        """Store the progress that a reply reports.
 
         Raises:
-            RequestError: it contradicts itself, or an earlier one; or P has forgotten the ticket.
+            RequestError: the reply contradicts itself, or an earlier one; or P no longer knows the ticket.
         """
         if self.version and not progress.version:
-            raise RequestError(f"{self.ticket.address} does not know the ticket any more: it has begun anew")
+            raise RequestError(f"{self.ticket.address} no longer knows the ticket: P has restarted, or evicted it")
         if progress.version <= self.version:
             return
         if not progress.engine_id.isprintable():
-            raise RequestError(f"{self.ticket.address} has no name that could be printed")
+            raise RequestError(f"the engine_id of {self.ticket.address} has characters that are not printable")
         source = Incarnation(
             self.ticket.address, progress.engine_id, int.from_bytes(progress.incarnation_id, "big"), *progress.ranks
         )
@@ -137,14 +138,12 @@ class TicketFollower:
             progress.total,
             progress.prompt,
         ):
-            raise RequestError(
-                f"the ticket is another request's now: of {progress.total} tokens, before of {self.total}"
-            )
+            raise RequestError(f"the ticket now names another request, of {progress.total} tokens, before {self.total}")
         blocks = [] if progress.params or progress.ended else self._read_blocks(progress)
         with self.lock:
             self.version, self.groups = progress.version, progress.groups
             self.total, self.prompt = progress.total, progress.prompt
-            self.source = source  # last: without the lock, who sees it sees the others too
+            self.source = source  # last: a reader without the lock that sees it sees the other values too
             self.error = one_line(progress.ended) if progress.ended else ""
             if progress.params:
                 self.params = _parse_params(progress.params)
@@ -156,7 +155,7 @@ class TicketFollower:
                     self.tokens = min(progress.tokens, progress.total)
 
     def _read_blocks(self, progress: Progress) -> list[tuple[int, int, list[int]]]:
-        """Return group, position and ids of the blocks that an answer names; none of a longer request than D's."""
+        """Return group, position and ids of the blocks in a reply; an empty list if P's request is longer than D's."""
         left = self.max_blocks if progress.total <= self.max_tokens else 0
         found = []
         for blocks in progress.blocks if left else ():
@@ -168,44 +167,44 @@ class TicketFollower:
         for group, first, ids in blocks:
             table = self.tables.setdefault(group, [])
             if first > len(table):
-                raise RequestError(f"group {group}: blocks from {first} on, known are {len(table)}")
+                raise RequestError(f"group {group}: P reports blocks from {first} on, D knows only {len(table)}")
             others = sum(map(len, self.tables.values())) - len(table)
             if others + first + len(ids) > self.max_blocks:
                 raise RequestError(
-                    f"of {self.max_tokens} tokens at most {self.max_blocks} blocks are stored, more are named"
+                    f"P reports more than {self.max_blocks} blocks, too many for {self.max_tokens} tokens"
                 )
             table[first:] = ids
 
     @property
     def max_blocks(self) -> int:
-        """How many blocks are stored of it at most."""
+        """Bound of the blocks that D stores of P's request."""
         return _BLOCKS_PER_TOKEN * self.max_tokens + _BLOCKS_MORE
 
     def handed_off_params(self) -> dict[str, Any] | None:
-        """Return P's parameters as a proxy would hand them on, with the address at which P is known here."""
+        """Return P's parameters as a proxy would pass them, with the address by which D reaches P; None before."""
         address = self.ticket.address
         return None if self.params is None else self.params | {"remote_host": address.host, "remote_port": address.port}
 
     def next_question(self) -> Follow:
-        """Return what is asked next."""
+        """Return the next question."""
         return Follow(self.ticket.id, self.version, self.epoch, self.tokens, _MAX_WAIT_SECONDS)
 
 
 class TicketFollowers:
-    """Asks about tickets. Safe to use from several threads.
+    """Asks P about tickets. Safe to use from several threads.
 
     Attributes:
-        news: set when P has answered about a ticket, or is found not to.
+        progressed: set when a P has replied, or when its silence has become an error.
     """
 
     def __init__(self, timeout: float, unknown_seconds: float, secrets: Secrets, counters: Counters) -> None:
-        """Start without a thread: it begins with the first ticket.
+        """Start without a thread: the first ticket starts it.
 
         Args:
-            timeout: seconds to wait for a connection, and for an answer that is due.
-            unknown_seconds: how long P may not know a ticket: its own request comes another way, and may come later.
+            timeout: seconds to wait for a connection, and for a reply that is due.
+            unknown_seconds: how long P may not know a ticket: P's own request may arrive later than D's.
             secrets: of this engine.
-            counters: count if the thread begins again.
+            counters: count restarts of the thread.
         """
         self._timeout = max(timeout, _ANSWER_SECONDS)
         self._unknown_seconds = unknown_seconds
@@ -214,16 +213,16 @@ class TicketFollowers:
         self._lock = threading.Lock()
         self._followers: list[TicketFollower] = []
         self._known: list[TicketFollower] = []
-        """Those of them that the thread has seen."""
+        """Those followers that the thread has seen."""
         self.progressed = threading.Event()
         self._calls = Calls(self._wake)
         self._thread: SupervisedThread | None = None
         self._sockets: tuple[socket.socket, socket.socket] | None = None
-        """By which the thread is woken up."""
+        """A byte on them wakes the thread."""
         self._closing = False
 
     def follow_ticket(self, ticket: Ticket, max_tokens: int, *, is_own: bool = False) -> TicketFollower:
-        """Ask about a ticket from now on, until it is over or :meth:`stop_follower` is called.
+        """Follow a ticket until it is over or :meth:`stop_follower` is called.
 
         Args:
             ticket: the ticket.
@@ -231,12 +230,12 @@ class TicketFollowers:
             is_own: whether the ticket's address is D's own.
 
         Raises:
-            RequestError: too many are followed.
+            RequestError: D follows too many tickets already.
         """
         follower = TicketFollower(ticket, max_tokens, is_own)
         with self._lock:
             if len(self._followers) >= MAX_FOLLOWED:
-                raise RequestError(f"{MAX_FOLLOWED} requests are followed already")
+                raise RequestError(f"D follows {MAX_FOLLOWED} tickets already, the most that it can")
             self._followers.append(follower)
             if self._thread is None:
                 self._sockets = socket.socketpair()
@@ -247,18 +246,18 @@ class TicketFollowers:
         return follower
 
     def stop_follower(self, follower: TicketFollower, *, unwanted: bool) -> None:
-        """Do not ask any more; if the request is not wanted, P is told that, also if it has finished it."""
+        """Stop a follower; if the request is `unwanted`, cancel it at P, even if P has finished it."""
         with self._lock:
             if follower not in self._followers:
                 return
             self._followers.remove(follower)
-        # The thread may be using the client; it closes it when it finds the follower gone.
+        # The thread may be using the client, so the thread closes it when it notices that the follower is gone.
         if unwanted and not follower.error:
             self.cancel_ticket(follower.ticket)
         self._wake()
 
     def cancel_ticket(self, ticket: Ticket) -> None:
-        """Tell P that a request is not wanted. If too many are told at a time, P finds out when its lease ends."""
+        """Cancel a request at P. If D makes too many calls at a time, P is not notified, and its lease ends later."""
         self._calls.start(ticket.address, lambda: self._send_cancel(ticket))
 
     def close(self) -> None:
@@ -280,7 +279,7 @@ class TicketFollowers:
             with Client(resolve(ticket.address, self._timeout), self._timeout, self._secrets) as client:
                 client.ask(Unfollow(ticket.id), Done)
         except HandshakeError as error:
-            logger.info("kvhma: %s was not told that a request is not needed: %s", ticket.address, error)
+            logger.info("kvhma: a request could not be cancelled at %s: %s", ticket.address, error)
 
     # --- the thread ----------------------------------------------------------------------------------------
 
@@ -311,7 +310,7 @@ class TicketFollowers:
             _hang_up(follower)
 
     def _advance(self, follower: TicketFollower) -> None:
-        """Do what can be done now."""
+        """Connect, or read a reply, as far as that does not wait."""
         try:
             if follower.client is None:
                 self._connect(follower)
@@ -319,12 +318,12 @@ class TicketFollowers:
                 self._receive(follower, follower.client)
         except (HandshakeError, RequestError) as error:
             self._note_error(follower, error)
-        except Exception as error:  # the others' go on
-            peer_log.logger.exception("kvhma: a ticket at %s cannot be followed", follower.ticket.address)
-            self._note_error(follower, RequestError(f"an error of this engine: {type(error).__name__}"))
+        except Exception as error:  # it must not end the other followers
+            peer_log.logger.exception("kvhma: following a ticket at %s failed", follower.ticket.address)
+            self._note_error(follower, RequestError(f"internal error of this engine: {type(error).__name__}"))
 
     def _connect(self, follower: TicketFollower) -> None:
-        """Connect in another thread, and ask once that is done."""
+        """Connect in another thread, then ask."""
         if follower.connecting is None:
             address = follower.ticket.address
             if time.monotonic() >= follower.retry_at:
@@ -336,14 +335,14 @@ class TicketFollowers:
             client.send(follower.next_question())
 
     def _receive(self, follower: TicketFollower, client: Client) -> None:
-        """Take an answer, and ask again."""
+        """Store a reply, and ask again."""
         progress = client.receive(Progress)
         now = time.monotonic()
         follower.answered, follower.failures, follower.unread = now, 0, 0
         follower.on_progress(progress)
         if not follower.version and now - follower.begun > self._unknown_seconds:
-            own = ", and is this engine itself: set advertised_host of P to where this host reaches it"
-            error = f"{follower.ticket.address} does not know its ticket"
+            own = ", and is this engine itself: set P's advertised_host to an address that reaches P from this host"
+            error = f"{follower.ticket.address} does not know the ticket"
             follower.error = error + (own if follower.is_own else "")
         self.progressed.set()
         if follower.is_over:
@@ -354,20 +353,20 @@ class TicketFollowers:
         return Client(resolve(address, self._timeout), self._timeout, self._secrets)
 
     def _note_unread(self, follower: TicketFollower, count: int) -> None:
-        """Take note that so many bytes of an answer are here; refuse more than it can have, or than there is room for.
+        """Note how many bytes of a reply have arrived; refuse a reply that is too long, or the largest of too many.
 
         Raises:
-            RequestError: it is too long.
+            RequestError: this reply is too long.
         """
         if count > _ANSWER_BYTES + _BLOCK_BYTES * follower.max_blocks:
-            raise RequestError(f"{follower.ticket.address} says more of a ticket than its request can have")
+            raise RequestError(f"{follower.ticket.address} sends a longer reply about a ticket than its request allows")
         follower.unread = count
         if sum(known.unread for known in self._known) > MAX_UNREAD_BYTES:
             largest = max(self._known, key=lambda known: known.unread)
-            self._note_error(largest, RequestError(f"unfinished answers have more than {MAX_UNREAD_BYTES >> 20} MiB"))
+            self._note_error(largest, RequestError(f"unfinished replies have more than {MAX_UNREAD_BYTES >> 20} MiB"))
 
     def _note_error(self, follower: TicketFollower, error: Exception) -> None:
-        """Try again what may pass, for a while."""
+        """Retry after a transient error for a while; a permanent error ends the follower."""
         _hang_up(follower)
         now = time.monotonic()
         if isinstance(error, RequestError) or now - follower.answered > _SILENCE_SECONDS + self._timeout:
@@ -377,7 +376,7 @@ class TicketFollowers:
         follower.failures += 1
 
     def _wait(self, known: list[TicketFollower]) -> set[int]:
-        """Wait until something can be done, but not for long; return whose connections have something to read."""
+        """Wait for a reply, a wake-up or a short time; return the descriptors that can be read."""
         assert self._sockets is not None  # noqa: S101
         waits = select.poll()
         waits.register(self._sockets[0], select.POLLIN)

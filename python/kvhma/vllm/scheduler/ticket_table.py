@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tickets at P: what others follow while it is computed. The scheduler tells, the listener's thread asks."""
+"""Tickets at P: requests that decode engines follow. The scheduler publishes progress, the listener reads it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvhma.vllm.wire.messages import Follow, Progress, Settled
 from kvhma.vllm.wire.params import Incarnation, LeaseClaim
 
 MAX_TICKETS = 4096
-"""Requests that are followed at a time, and those that are over and can still be asked about."""
+"""Bound of the tickets, including those of requests that are over and can still be asked about."""
 
 
 @dataclass
@@ -22,20 +22,20 @@ class _Ticket:
     """A request that may be followed.
 
     Attributes:
-        request_id: P's name of it.
-        source: who computes it.
-        groups: how many groups that engine has.
-        total: tokens that will be handed over.
-        prompt: digest of them.
+        request_id: of P's request.
+        source: the engine that computes it.
+        groups: number of KV cache groups of that engine.
+        total: tokens that P will hand off.
+        prompt: digest of these tokens.
         version: grows with each change.
-        epoch: of what is settled.
-        tokens: that are settled.
-        tables: blocks of the settled tokens, by the index of their group, and tokens of each.
-        params: that were handed out for D, as JSON; empty before.
-        ended: why nothing is handed over; empty as long as something may be.
-        over_at: when it was over, on the monotonic clock; None before.
-        is_cancelled: whether its follower does not need it any more.
-        claim: by which the blocks are kept that were handed over; None before.
+        epoch: of the settled tokens.
+        tokens: number of settled tokens.
+        tables: tokens of a block, and blocks of the settled tokens, by index of the group.
+        params: parameters for D, as JSON; empty before the hand-off.
+        ended: why there is no hand-off; empty as long as there may be one.
+        over_at: when the request ended, on the monotonic clock; None before.
+        is_cancelled: whether its follower no longer needs it.
+        claim: of the handed-off blocks; None before the hand-off.
     """
 
     request_id: str
@@ -54,7 +54,7 @@ class _Ticket:
     claim: LeaseClaim | None = None
 
     def progress(self, question: Follow) -> Progress:
-        """Return how far it is, with the blocks that a follower has not heard of."""
+        """Return the progress, with the blocks that the follower does not know yet."""
         known = question.tokens if question.epoch == self.epoch else 0
         blocks = []
         for group, (size, table) in list(self.tables.items()):
@@ -80,31 +80,32 @@ class _Ticket:
 class TicketTable:
     """Requests that may be followed, by their tickets. Safe to use from several threads.
 
-    A version is what a follower has seen; an epoch what P can still answer for::
+    The version grows with each change, so P knows which changes a follower has seen. The epoch grows when settled
+    blocks may be overwritten, so D knows which of its pieces are still valid::
 
-        step          1        2        3  preempted          5        6   finished
-        version  1    2        3        4  5                  6        7   8
-        epoch    1    1        1        1  2                  2        2   2
-        tokens   0   512     1024     1536 0                1024     1536  params
+        step    |      1        2        3  preempted          5        6   finished
+        version | 1    2        3        4  5                  6        7   8
+        epoch   | 1    1        1        1  2                  2        2   2
+        tokens  | 0   512     1024     1536 0                1024     1536  params
     """
 
     def __init__(self, keep_seconds: float) -> None:
-        """Start empty; those that are over can be asked about for so many seconds."""
+        """Start empty; followers can ask about a request for `keep_seconds` after its end."""
         self._keep_seconds = keep_seconds
         self._lock = threading.Lock()
         self._tickets: dict[bytes, _Ticket] = {}
         self._over: OrderedDict[bytes, None] = OrderedDict()
-        """Tickets of requests that are over, the oldest first."""
+        """Tickets of requests that have ended, the oldest first."""
         self._cancelled_early: OrderedDict[bytes, None] = OrderedDict()
-        """Tickets that followers do not need and that are not known here yet, the oldest first."""
+        """Tickets that followers have cancelled before P's request came, the oldest first."""
         self.on_progress: Callable[[bytes], None] = lambda ticket: None
         self.on_cancelled: Callable[[LeaseClaim], None] = lambda claim: None
-        """Called when a follower does not need what was handed over."""
+        """Called when a follower cancels a request after its hand-off."""
 
     def open_ticket(
         self, ticket: bytes, request_id: str, source: Incarnation, groups: int, total: int, prompt: str
     ) -> bool:
-        """Take a request; return whether it can be followed: not one whose ticket is used, nor one too many.
+        """Add a request; return whether it can be followed: not if its ticket is in use, or if there are too many.
 
         Arguments as in :class:`_Ticket`.
         """
@@ -122,12 +123,12 @@ class TicketTable:
         return True
 
     def settle_tokens(self, ticket: bytes, tokens: int, blocks: Mapping[int, tuple[int, list[int]]]) -> None:
-        """Take note that more tokens are computed.
+        """Publish that more tokens are settled.
 
         Args:
             ticket: of the request.
-            tokens: that are settled.
-            blocks: that hold them and were not named in this epoch, by the index of their group, and tokens of each.
+            tokens: number of settled tokens.
+            blocks: tokens of a block, and the new blocks of this epoch, by index of the group.
         """
         with self._lock:
             found = self._tickets[ticket]
@@ -138,7 +139,7 @@ class TicketTable:
         self.on_progress(ticket)
 
     def begin_epoch(self, ticket: bytes) -> None:
-        """Take note that what was settled may be overwritten from now on."""
+        """Publish that the settled blocks may be overwritten from now on."""
         with self._lock:
             found = self._tickets[ticket]
             found.epoch += 1
@@ -147,12 +148,12 @@ class TicketTable:
         self.on_progress(ticket)
 
     def epoch(self, ticket: bytes) -> int:
-        """Return the epoch of a request that is not over."""
+        """Return the epoch of a request that has not ended."""
         with self._lock:
             return self._tickets[ticket].epoch
 
     def end_ticket(self, ticket: bytes, params: bytes = b"", ended: str = "", claim: LeaseClaim | None = None) -> None:
-        """Take note that a request is over: with the parameters for D and what they claim, or why there are none."""
+        """Publish that a request has ended: with the parameters for D and their claim, or why there is no hand-off."""
         with self._lock:
             found = self._tickets[ticket]
             found.params, found.ended, found.tables, found.claim = params, ended, {}, claim
@@ -162,12 +163,12 @@ class TicketTable:
         self.on_progress(ticket)
 
     def is_cancelled(self, ticket: bytes) -> bool:
-        """Return whether the follower of a request that is not over does not need it any more."""
+        """Return whether the follower of a request that has not ended has cancelled it."""
         with self._lock:
             return self._tickets[ticket].is_cancelled
 
     def end_all(self, why: str) -> list[bytes]:
-        """End every request that is not over; return their tickets."""
+        """End every request that has not ended; return their tickets."""
         with self._lock:
             active = [ticket for ticket, found in self._tickets.items() if found.over_at is None]
         for ticket in active:
@@ -175,9 +176,9 @@ class TicketTable:
         return active
 
     def progress(self, question: Follow) -> Progress | None:
-        """Return how far a request is; None if there is nothing that was not seen, or it is not known yet.
+        """Return the progress of a request; None if the follower has seen all of it, or P does not know the ticket yet.
 
-        One that was seen and is not known any more, here or before a restart, has version 0.
+        If the follower has seen progress of a ticket that P no longer knows, the version is 0.
         """
         with self._lock:
             found = self._tickets.get(question.ticket)
@@ -189,11 +190,11 @@ class TicketTable:
         return copy.progress(question)  # without the lock: the scheduler does not wait while the blocks are written
 
     def cancel_ticket(self, ticket: bytes) -> None:
-        """Take note that a follower does not need a request any more, be it over or not."""
+        """Note that a follower no longer needs a request, before or after its end."""
         with self._lock:
             found = self._tickets.get(ticket)
             claim = None if found is None else found.claim
-            if found is None:  # D may have rejected it before it came here
+            if found is None:  # D's vLLM may reject the request before P's request comes
                 self._cancelled_early[ticket] = None
                 if len(self._cancelled_early) > MAX_TICKETS:
                     self._cancelled_early.popitem(last=False)
