@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvhma")
 
 FINISHED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
-"""vLLM's statuses of requests whose blocks P holds; it frees those of all others."""
+"""P holds blocks only of requests that end with one of these statuses of vLLM."""
 
 _UNREAD = {
     LeaseEnd.UNCLAIMED: "no decode engine has asked for it",
