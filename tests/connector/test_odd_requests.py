@@ -120,7 +120,7 @@ def test_without_a_slot_a_request_is_not_handed_over(caplog):
         assert handed_over(p, "a")[0] is not None
         assert handed_over(p, "b") == (None, set())
         assert "cannot hand off request b" in caplog.text
-        assert p.context.stats.take().data["unstaged"] == 1
+        assert p.context.stats.take().data["staging_full"] == 1
     finally:
         p.close()
     p = staging_scheduler(slots=needed - 1)

@@ -253,7 +253,7 @@ def test_another_prompt_is_computed_and_changes_nothing_for_the_right_one(p, d, 
     metadata = d.on_step(STEP)
     assert (metadata.loads, metadata.refusals) == ([], {})
     assert d.on_request_finished(other, tables(d)) is None
-    assert d.take_stats().data["computed_prompts"]["other_prompt"] == 1
+    assert d.take_stats().data["local_prefills"]["other_prompt"] == 1
     assert d.decode.renewer._sessions == {}, "P has not heard of it"
     right = request(params=params)
     d.on_request_added(right)

@@ -147,7 +147,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.serve(metadata)
 
     def on_new_request(self, request: Request) -> None:
-        """Look at a new request."""
+        """Note a new request."""
         self._scheduler.on_request_added(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
@@ -163,7 +163,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.on_blocks_allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        """Return the loads of this step, and what else the workers have to know."""
+        """Return the loads of this step, and other commands for the workers."""
         return self._scheduler.on_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -185,7 +185,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Take note of the end of a request. What others read is kept by the connector, so vLLM keeps nothing."""
+        """Note the end of a request. The connector holds the blocks for readers, so vLLM frees the request."""
         return False, self._scheduler.on_request_finished(request, block_ids)
 
     # --- worker's side -------------------------------------------------------------------------------------

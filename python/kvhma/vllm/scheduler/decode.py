@@ -615,7 +615,7 @@ class DecodeScheduler:
 
     def _fall_back(self, load: Load, reason: str, text: str) -> None:
         """Let ``kv_load_failure_policy`` decide about a prompt that D cannot load; a prefill always computes it."""
-        failure = Failure(reason, text, passing=False)
+        failure = Failure(reason, text, transient=False)
         if load.purpose is Purpose.DECODE and not self._context.engine.recompute:
             self._fail(load, failure)
             return
@@ -625,12 +625,12 @@ class DecodeScheduler:
     def _compute_unread(self, load: Load) -> None:
         """Leave a prompt to vLLM, which computes it anyway because its log-probabilities are asked for."""
         text = "skip_reading_prefix_cache is set for it, for example because of prompt_logprobs"
-        load.refusal = Failure("skip_reading_prefix_cache", text, passing=False)
+        load.refusal = Failure("skip_reading_prefix_cache", text, transient=False)
         self._move(load, LoadEvent.LOCAL)
 
     def _compute_locally(self, request_id: str, reason: str, text: str) -> None:
         logger.warning("kvhma: falling back to local prefill of %s: %s", request_id, text)
-        self._context.stats.count("computed_prompts", label=reason)
+        self._context.stats.count("local_prefills", label=reason)
 
     def _move(self, load: Load, event: LoadEvent, command: ReadCommand | None = None) -> None:
         """Give an event to a load's machine, and carry out its effects; `command` is the read that the event brings."""

@@ -222,7 +222,7 @@ class LeaseRenewer:
             del self._sessions[evicted.address]
             _disconnect(evicted)
             if number := len(evicted.claims) + len(evicted.releases):
-                self._counters.count("forgotten_leases", number)
+                self._counters.count("abandoned_leases", number)
                 peer_log.logger.warning(
                     "kvhma: D stops renewing and releasing %d leases at %s: it has not replied in time, and there are "
                     "leases at %d other engines",

@@ -82,7 +82,7 @@ class PrefillScheduler:
         if self._listener is not None:
             self._listener.close()
 
-    def serve(self, hellos: Mapping[tuple[int, int], WorkerHello]) -> None:
+    def serve(self, hellos: Mapping[tuple[int, int], LocalWorkerIdentity]) -> None:
         """Answer other engines from now on; `hellos` are the worker identities by pipeline and tensor rank.
 
         After sleep vLLM brings other worker identities. The caches are gone, and all leases and tickets end. The engine
@@ -108,7 +108,7 @@ class PrefillScheduler:
             counters=context.stats,
             tickets=self.settling.tickets,
         )
-        self.settling.tickets.on_progress = self._listener.tell
+        self.settling.tickets.on_progress = self._listener.notify_progress
 
     def on_request_added(self, request: Request) -> None:
         """Add a new request that another engine decodes."""
@@ -166,7 +166,7 @@ class PrefillScheduler:
             if turns := ended.get(why):
                 stats.count("answers", len(turns), label=why.value.removesuffix("_turn").replace("_", " "))
         for key, blocks in itertools.chain.from_iterable(ended.values()):
-            self._slots.release(self._slots_held.pop(key, ()))
+            self._slots.release_slots(self._slots_held.pop(key, ()))
             self.digests.on_lease_ended(key)
             if manager is not None:
                 free_blocks(manager.block_pool, blocks)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvhma.nixl import decode_handshake
 from kvhma.vllm.engine_facts import EngineFacts
-from kvhma.vllm.metadata import StepMetadata, WorkerHello, WorkerReport
+from kvhma.vllm.metadata import LocalWorkerIdentity, StepMetadata, WorkerReport
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.decode import DecodeScheduler
 from kvhma.vllm.scheduler.engine_loop import STEPS_UNDER_WAY, EngineLoop
@@ -78,7 +78,7 @@ class KvhmaScheduler:
 
     def serve(self, hellos: Mapping[tuple[int, int], Any]) -> None:
         """Answer other engines from now on; `hellos` are the worker identities by pipeline and tensor rank."""
-        found = {rank: hello for rank, hello in hellos.items() if isinstance(hello, WorkerHello)}
+        found = {rank: hello for rank, hello in hellos.items() if isinstance(hello, LocalWorkerIdentity)}
         if found:
             self.context.geometry = decode_handshake(found[min(found)].data).geometry
             self.prefill.serve(found)

@@ -60,7 +60,7 @@ class LeaseService(Protocol):
         """Remove readers from requests."""
 
     def check_and_release(self, claims: list[LeaseClaim], outcomes: list[Outcome]) -> list[LeaseState]:
-        """Return the state of each, and release those that are held."""
+        """Return the state of each claim, and release the claims whose blocks are held."""
 
     def contents(self, claims: list[LeaseClaim]) -> list[bytes | None]:
         """Return the content digest of the blocks of each claim; None where it is not computed yet."""
@@ -70,10 +70,10 @@ class TicketService(Protocol):
     """What a listener asks about tickets, from its own thread."""
 
     def progress(self, question: Follow) -> Progress | None:
-        """Return how far a request is; None if there is nothing that was not seen."""
+        """Return how far a request is; None if it has not progressed since the last answer."""
 
     def cancel_ticket(self, ticket: bytes) -> None:
-        """Take note that a follower does not need a request any more."""
+        """Note that a ticket follower does not need a request any more."""
 
 
 @dataclass(frozen=True)
@@ -176,10 +176,10 @@ class Listener:
             return Problem("an error on this side, see its log")
 
     def _progress(self, question: Follow, waited: float) -> Progress | Later:
-        """Return the news of a ticket, or for how long they may be waited for."""
+        """Return the progress of a ticket, or how much longer the question may wait for it."""
         found = None if self._tickets is None else self._tickets.progress(question)
-        if found is None and waited < question.patience:
-            return Later(question.ticket, question.patience - waited)
+        if found is None and waited < question.max_wait_seconds:
+            return Later(question.ticket, question.max_wait_seconds - waited)
         return found or Progress(question.seen)
 
     def _answer(self, question: Question, waited: float) -> Answer | Later:
