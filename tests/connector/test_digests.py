@@ -354,7 +354,7 @@ def test_one_rank_that_fails_keeps_no_other_waiting(engines: Any) -> None:
     decode(d, prefill(p))
     metadata = d.scheduler.on_step(STEP)
     d.ranks[0].worker.start_loads(metadata)
-    lost = WorkerReport({"r": Failure("transfer", "lost", passing=True)})
+    lost = WorkerReport({"r": Failure("transfer", "lost", transient=True)})
     d.scheduler.on_worker_results(
         SimpleNamespace(finished_recving=None, failed_recving=None, kv_connector_worker_meta=lost)
     )

@@ -281,7 +281,7 @@ def test_a_prompt_that_is_computed_to_its_end(why):
     try:
         sampling = SamplingParams(prompt_logprobs=None if why == "it continues" else 1)
         sampling.extra_args = {"kv_transfer_params": REMOTE}
-        asked = Request("r", list(range(10)), sampling, None, resumable=why == "it goes on")
+        asked = Request("r", list(range(10)), sampling, None, resumable=why == "it continues")
         p.on_request_added(asked)
         assert asked.num_prompt_tokens == 10
     finally:

@@ -104,7 +104,7 @@ def test_a_rank_that_is_alone_tells_p_itself(p, monkeypatch):
         failed = request("s", params=finished_at(p))
         d.on_request_added(failed)
         load(d, failed)
-        d.on_worker_results(output(["s"], ["s"], {"s": Failure("unsupported", "no", passing=False)}))
+        d.on_worker_results(output(["s"], ["s"], {"s": Failure("unsupported", "no", transient=False)}))
         assert said == ["track_claim", "release_claim", "release_claim"], "what failed was not released by the worker"
     finally:
         d.close()
@@ -120,7 +120,7 @@ def test_p_is_told_of_what_its_board_has_shown(p, monkeypatch):
         d.on_request_added(asked)
         order = load(d, asked)
         ended = output(["r"])
-        ended.kv_connector_worker_meta = WorkerReport(shown={"r", "unknown"})
+        ended.kv_connector_worker_meta = WorkerReport(verified_by_board={"r", "unknown"})
         d.on_worker_results(ended)
         assert told == [(order.remote.claim(order.reader), Outcome.READ)]
     finally:
@@ -139,7 +139,7 @@ def test_workers_know_the_trace_of_a_request(p, d):
     order = load(d, traced)
     assert order.trace.parent == parent
     assert 0.05 <= order.trace.waited < 5
-    d.on_worker_results(output(["traced"], ["traced"], {"traced": Failure("transfer", "no", passing=True)}))
+    d.on_worker_results(output(["traced"], ["traced"], {"traced": Failure("transfer", "no", transient=True)}))
     assert load(d, traced).trace == (parent, 0.0)
 
 
@@ -196,16 +196,16 @@ def test_p_is_told_whatever_happens(p, d, after):
 def test_a_passing_failure_is_tried_again_and_a_lasting_one_is_not(p, d):
     asked = request(params=finished_at(p))
     d.on_request_added(asked)
-    for passing, again in ((True, True), (True, False)):
+    for transient, again in ((True, True), (True, False)):
         d.on_blocks_allocated(asked, blocks(d), 40)
-        failure = Failure("peer_lost", "gone", passing)
+        failure = Failure("peer_lost", "gone", transient)
         d.on_worker_results(output(["r"], ["r"], {"r": failure}))
         assert d.matched_tokens(asked, 0) == (None, False), "those that hold blocks go first"
         assert d.matched_tokens(asked, 0) == ((40, True) if again else (0, False))
     other = request("s", params=finished_at(p))
     d.on_request_added(other)
     d.on_blocks_allocated(other, blocks(d), 40)
-    d.on_worker_results(output(["s"], ["s"], {"s": Failure("unsupported", "no", passing=False)}))
+    d.on_worker_results(output(["s"], ["s"], {"s": Failure("unsupported", "no", transient=False)}))
     assert d.matched_tokens(other, 0) == (None, False)
     assert d.matched_tokens(other, 0) == (0, False)
 
@@ -274,7 +274,7 @@ def fails(d, asked, cause):
     metadata = d.on_step(STEP)
     assert (metadata.loads, [*metadata.refusals]) == ([], [asked.request_id])
     failure = metadata.refusals[asked.request_id]
-    assert (failure.cause, failure.passing) == (cause, False)
+    assert (failure.cause, failure.transient) == (cause, False)
     d.on_worker_results(output([asked.request_id], [asked.request_id], {asked.request_id: failure}))
     assert d.decode.pending == {}
     return d.take_stats() is None
@@ -435,7 +435,7 @@ def test_parameters_that_were_changed_are_refused_and_p_does_not_hear_of_it(p, d
     assert d.matched_tokens(asked, 0) == FAILS
     d.on_blocks_allocated(asked, blocks(d), 40)
     assert "kvhma.digest" in d.on_step(STEP).refusals["r"].text
-    d.on_worker_results(output(["r"], ["r"], {"r": Failure("refused", "no", passing=False)}))
+    d.on_worker_results(output(["r"], ["r"], {"r": Failure("refused", "no", transient=False)}))
     assert d.decode.renewer._sessions == {}
     assert len(p.context.leases) == 1
 
@@ -525,7 +525,7 @@ def test_after_a_failed_load_another_engine_may_read(p, what):
         elif what == "fail":
             asked.status = SimpleNamespace(name="FINISHED_ERROR")
             first.on_request_finished(asked, tables(first))
-        first.on_worker_results(output(["r"], ["r"], {"r": Failure("unsupported", "no", passing=False)}))
+        first.on_worker_results(output(["r"], ["r"], {"r": Failure("unsupported", "no", transient=False)}))
         if what != "fail":  # answered, or not wanted any more
             until(lambda: frees(p, tables(p)))
             return

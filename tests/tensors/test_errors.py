@@ -132,7 +132,7 @@ def test_heads_before_layers_keep_items_in_line():
     even = AttentionSpec(Shard(1), 2, torch.float32, 1, page_bytes=16)
     text = refused([{"a": odd, "b": even}], layout="BHLNC")
     assert "layer 'b' of torch.float32 would start at byte 6" in text
-    assert "4 bytes an item" in text
+    assert "must be a multiple of 4 bytes" in text
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,8 @@ def one_rank(patch: pytest.MonkeyPatch) -> None:
     def first(one: Any, other: Any) -> dict[int, int]:
         return dict(one or other)
 
-    patch.setattr(metadata_module, "later", first)
-    patch.setattr(decode_module, "later", first)
+    patch.setattr(metadata_module, "merge_first_tokens", first)
+    patch.setattr(decode_module, "merge_first_tokens", first)
 
 
 @mutant("of two ranks the earlier token counts", "full+sliding", "mla+sliding_mla")
@@ -96,7 +96,7 @@ def earlier(patch: pytest.MonkeyPatch) -> None:
     def least(one: Any, other: Any) -> dict[int, int]:
         return {group: min(one.get(group, 0), other.get(group, 0)) for group in one.keys() | other.keys()}
 
-    patch.setattr(metadata_module, "later", least)
+    patch.setattr(metadata_module, "merge_first_tokens", least)
 
 
 @mutant("one block too few is kept out", *WINDOWS)
