@@ -311,7 +311,7 @@ PAIRS = (
         upstream="equal versions only",
     ),
     Feature(
-        "an idle engine is let go (`engine_ttl`)",
+        "an idle engine is released (`engine_ttl`)",
         processes=("nixl/test_nixl_processes.py::test_nothing_is_left_of_a_peer_that_ended",),
         imitation=("connector/test_prefill_engines.py::test_an_engine_that_is_not_used_is_let_go_and_connected_anew",),
         upstream="yes",

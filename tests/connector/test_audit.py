@@ -72,6 +72,7 @@ def test_what_is_right(name: str, tmp_path: Path) -> None:
         assert 0 < one.planned.descriptors <= one.descriptors
 
 
+@pytest.mark.skipif(vllm.__version__.startswith("0.31."), reason="vLLM 0.31 does not reorder such blocks on a CPU")
 def test_a_block_of_d_for_two_of_p_is_put_in_order_on_the_device() -> None:
     found = verdict("llama/tp1-1/block16-32/hit0/303")
     assert found.outcome == "right"

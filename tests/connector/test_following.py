@@ -326,7 +326,7 @@ def test_d_that_gives_up_is_told_of_to_p(p, d):
     d.on_worker_results(output(["r"]))
     assert d.decode.pending == {}
     until(lambda: p.scheduler.prefill.settling.is_cancelled("at p"))
-    assert p.finish(at_p) is None, "nobody reads it: nothing is kept"
+    assert p.finish(at_p) is None, "no engine reads it, so P holds nothing"
 
 
 def test_a_lost_piece_is_read_at_the_end(p, d):

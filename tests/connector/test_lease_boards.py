@@ -96,7 +96,7 @@ def test_a_worker_in_another_process_has_the_marks_in_its_memory():
         boards.hide_mark(place)
         assert seen()[FIRST:] == bytes(BOARD_BYTES - FIRST)
         worker.stdin.close()
-    boards.show_mark(b"n" * MARK_BYTES)  # the worker has ended, and nobody minds
+    boards.show_mark(b"n" * MARK_BYTES)  # the worker has ended, which raises nothing
 
 
 @pytest.mark.parametrize("what", ["no such file", "another file", "a short file", "a device", "a pipe"])

@@ -301,7 +301,7 @@ def test_a_lasting_failure_stands_for_the_next_ones_and_keeps_nothing_of_it(worl
         return client
 
     monkeypatch.setattr(ClientPool, "take_client", watched)
-    remote = world.prefill((b"no hello", new_agent_key()[0]))
+    remote = world.prefill((b"garbage!", new_agent_key()[0]))
     for _ in range(2):
         with pytest.raises(HandshakeError, match="a handshake payload of 8 bytes is cut off"):
             world.acquire(remote)
@@ -594,8 +594,8 @@ def large_engine(world, name, instance):
 
 
 def test_hellos_of_all_known_engines_together_are_bounded(world):
-    """A hello was free of the bound once its handshake had ended, though it is kept with its peer: 128 MiB for each of
-    64 engines of a stranger's."""
+    """Formerly an identity no longer counted once its handshake had ended, though its peer keeps it: 128 MiB for each
+    of 64 engines of an attacker."""
     world.engines._known_budget = IdentityBudget(300_000, 64)  # room for one that is large
     small = world.acquire(world.prefill(*world.workers("S"), instance=1))
     first = world.acquire(large_engine(world, "L", 2))
@@ -747,7 +747,7 @@ def test_an_engine_that_is_not_used_is_let_go_and_connected_anew(world):
             world.engines.release_engine(engine)
         until(lambda: not remotes(world))
         assert world.engines._known_budget._free == IdentityBudget(256 << 20, 64)._free, (
-            "their hellos do not count any more"
+            "their identities do not count any more"
         )
     finally:
         watch.close(5)

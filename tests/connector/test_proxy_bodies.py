@@ -5,11 +5,13 @@ import pytest
 
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
+import vllm
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from kvhma.proxy import is_computed_by_decode
 
+OLD = vllm.__version__.startswith("0.31.")
 PROMPT = {"prompt": "a"}
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 
@@ -34,4 +36,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
 def test_whose_prompt_log_probabilities_vllm_computes(kind, more):
     """vLLM always computes those of an echoed chat, and formerly P had computed the prompt too."""
     made = (CompletionRequest if kind is PROMPT else ChatCompletionRequest)(**kind, **more)
-    assert is_computed_by_decode(kind | more) == made.to_sampling_params(4, {}).skip_reading_prefix_cache
+    computed = made.to_sampling_params(4, {}).skip_reading_prefix_cache
+    # vLLM 0.31 leaves an echoed chat without log-probabilities to its cache; the proxy does not know the version.
+    goes_to_decode = is_computed_by_decode(kind | more)
+    assert goes_to_decode == computed or (OLD and goes_to_decode and kind is CHAT and more.get("echo"))

@@ -501,7 +501,7 @@ def test_parameters_that_come_twice(p, d):
     params = finished_at(p)
     first, second = request("a", params=params), request("b", params=params)
     d.on_request_added(first)
-    assert d.matched_tokens(first, 0) == (40, True), "an ordinary request asks nobody first"
+    assert d.matched_tokens(first, 0) == (40, True), "P need not confirm an ordinary request first"
     d.on_request_added(second)
     load(d, second)
     d.on_blocks_allocated(first, blocks(d), 40)

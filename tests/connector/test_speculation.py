@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speculative decoding on one side only, for models with a recurrent state.
 
-The convolution's state is written and read here as vLLM's kernels do it (``causal_conv1d_fn`` and
-``causal_conv1d_update`` of 0.31 to 0.33, which Triton's interpreter was seen to agree with); slots are those that
-vLLM's own manager gives out. Between the two lies nothing but the plan.
+The tests write and read the convolution's state as vLLM's kernels do (``causal_conv1d_fn`` and
+``causal_conv1d_update`` of 0.31 to 0.33; Triton's interpreter agreed). vLLM's own manager gives out the slots. Only the
+plan is between the two engines.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Engine:
         self.geometry: Geometry = geometry_of(config, {"mixer": views[0]}, rank_info)
 
     def conv(self, block: int) -> Any:
-        """The convolution's state of one block, channels by rows, whichever lies behind the other."""
+        """The convolution's state of one block, channels by rows, in either order of the two."""
         page = self.raw.numpy()[block * self.spec.page_size_bytes :][: self.spec.page_size_bytes]
         shape = self.spec.shapes[0]
         state = page[: shape[0] * shape[1] * 4].view(np.float32).reshape(shape)
@@ -157,7 +157,7 @@ def test_d_computes_what_it_would_have(p_drafts: int, d_drafts: int, here: str, 
     spans = [Span(0, [4])], [Span(0, [2])]
     copied(d, [p], spans)
     np.testing.assert_array_equal(d.ssm(4), np.arange(d.ssm(4).size))
-    # The first step: the last token of the prompt, where D pads its steps with rows for drafts that nobody made.
+    # The first step: the last token of the prompt, where D pads its steps with rows for drafts that were not made.
     state, at, accepted = d.conv(4), tokens, 1
     for width in (1 + d_drafts, 1, 1 + d_drafts):
         step = update(state, inputs[at : at + width], accepted if d_drafts else None)
@@ -171,7 +171,7 @@ def test_d_computes_what_it_would_have(p_drafts: int, d_drafts: int, here: str, 
 @pytest.mark.parametrize("kind", [MAMBA2, GDN, SHORT], ids=["mamba2", "gdn", "short"])
 @pytest.mark.parametrize(("mine", "theirs"), [(1, 2), (2, 1), (2, 2)])
 def test_over_ranks(p_drafts: int, d_drafts: int, here: str, there: str, kind: Any, mine: int, theirs: int) -> None:
-    """Rows of the state and no others reach the rows of the state, whoever has how many for drafts."""
+    """Only rows of the state reach rows of the state, however many rows each side has for drafts."""
 
     def fill(engine: Engine, rank: int, size: int) -> None:
         """Each item says its global channel and its row."""
@@ -286,7 +286,7 @@ def test_the_block_that_bears_the_state(mode: str, drafts: int, tokens: int) -> 
     (_, state) = kvhma.live_spans(geometry, tokens, tables)
     assert state.ids == [slot(spec, tables[1], tokens)]
 
-    # D takes them over, with room for them only, and then computes the token behind them.
+    # D loads them, with room for them only, and then computes the next token.
     d, geometry = manager(spec)
     resumed = request(tokens + 1)
     external = {"num_external_computed_tokens": tokens, "delay_cache_blocks": True}

@@ -541,7 +541,7 @@ IN_A_LOAD = {
     "check the answer": lambda worker: (lease.LeaseQuestion, "check"),
     "copy": lambda worker: (worker._poller._memory, "copy_in"),
     "leave room": lambda worker: (worker._poller._memory, "release_places"),
-    "let go of the engine": lambda worker: (worker._engines, "release_engine"),
+    "release of the engine": lambda worker: (worker._engines, "release_engine"),
 }
 """The calls of a load."""
 
@@ -665,7 +665,7 @@ def test_short_loads_of_a_step_are_asked_for_together(p, d, monkeypatch):
 
 
 def test_a_load_that_waits_for_a_handshake_has_one_owner(p, d, monkeypatch):
-    """The engine's thread went on with a load that the handshake had given to the loader: it never ended."""
+    """Formerly the engine's thread continued a load that the handshake had given to the loader: it never ended."""
     acquire, post = d.worker._engines.acquire_engine, d.worker._loader._post
     planned = threading.Event()
 

@@ -69,7 +69,7 @@ def test_blocks_of_another_request(name: str, zygote: Zygote, model: Models, tmp
             # No other client has lost anything: neither the victim, nor a later client with the attacker's prompt.
             same(name, decode(engine, theirs, victim).result(), expected["victim's"], "the victim")
             same(name, engine.generate(mine, max_tokens=16).result(), expected["attacker's"], "later")
-            same(name, hand_over(p, engine, mine), expected["attacker's"], "handed over later")
+            same(name, hand_over(p, engine, mine), expected["attacker's"], "handed off later")
         assert "does not match the parameters that P returned" in (tmp_path / "p.log").read_text()
         assert p.alive
         all_free(d)

@@ -150,7 +150,7 @@ LIVE: dict[str, tuple[dict[str, Any], list[list[int]], int, int]] = {
 
 @pytest.mark.parametrize("model_type", LIVE)
 def test_as_live_engines_reported(model_type: str) -> None:
-    """On a CPU vLLM keeps the state of a gated delta net in float32, whatever the configuration says."""
+    """On a CPU vLLM keeps the state of a gated delta net in float32, for every configuration."""
     form, groups, block, page = LIVE[model_type]
     one = model_from_config({**TINY, "model_type": model_type, **form}, ssm_dtype="float32")
     # Its CPU build asks for blocks of 32 tokens, and of 16 for a latent.
@@ -317,7 +317,7 @@ SPARSE = {**PLAIN, "sparse_attention_config": {"use_sparse_attention": True}}
 
 
 def test_a_decoder_needs_no_rule_of_its_own() -> None:
-    """What vLLM's Transformers backend makes of it: heads everywhere, and windows where the file says so."""
+    """What vLLM's Transformers backend makes of it: heads everywhere, and windows where the file has them."""
     one = model_from_config({**FOO, "num_key_value_heads": 2, "attention_dropout": 0.1, "n_shared_experts": 1})
     assert (one.layers, one.kv_heads, one.head_dim, one.query_heads) == (("full",) * 8, 2, 64, 8)
     assert kinds(**FOO, sliding_window=64) == "s" * 8
