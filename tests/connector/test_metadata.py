@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 from kvhma.geometry import Span
-from kvhma.vllm.metadata import DigestOrder, Failure, Load, StepMetadata, WorkerReport
+from kvhma.vllm.metadata import DigestOrder, Failure, ReadCommand, StepMetadata, WorkerReport
 from kvhma.vllm.tracing import Trace
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, Prefix
@@ -37,9 +37,9 @@ FULL = REMOTE._replace(
     content_seed=(1 << 64) - 2,
 )
 LOADS = [
-    Load("a", REMOTE, 0, 17, 1, (Span(2, [5, 6]), Span(0, [])), None),
-    Load("b", FULL, (1 << 64) - 1, 1, 0, (Span(0, np.array([1, 2], np.int32)),), Outcome.READ_SHARED),
-    Load("c", FULL, 1, 1, 0, (), Outcome.UNREAD, Trace("00-1-2-01", 0.25), True, True, (Span(1, [4]),)),
+    ReadCommand("a", REMOTE, 0, 17, 1, (Span(2, [5, 6]), Span(0, [])), None),
+    ReadCommand("b", FULL, (1 << 64) - 1, 1, 0, (Span(0, np.array([1, 2], np.int32)),), Outcome.READ_SHARED),
+    ReadCommand("c", FULL, 1, 1, 0, (), Outcome.UNREAD, Trace("00-1-2-01", 0.25), True, True, (Span(1, [4]),)),
 ]
 
 
@@ -73,7 +73,7 @@ def test_orders_of_a_step_come_as_they_were_given(again):
 
 
 def test_numbers_of_numpy_stay_numbers():
-    given = Load("a", REMOTE, 0, np.int64(17), np.int32(1), (Span(np.int64(2), [np.int64(5)]),), None)
+    given = ReadCommand("a", REMOTE, 0, np.int64(17), np.int32(1), (Span(np.int64(2), [np.int64(5)]),), None)
     (got,) = pickle.loads(pickle.dumps(StepMetadata([given]))).loads
     assert (got.num_tokens, got.cached, got.spans) == (17, 1, (Span(2, [5]),))
 

@@ -37,7 +37,7 @@ from kvhma.tensors import indices
 from kvhma.tensors.storages import Storages
 from kvhma.vllm import KvhmaConnector, accelerator, connector, memory, staging
 from kvhma.vllm.formats import Writer
-from kvhma.vllm.metadata import Load, StepMetadata
+from kvhma.vllm.metadata import ReadCommand, StepMetadata
 from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.slots import SlotRanges
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, random_id
@@ -155,7 +155,7 @@ class Prefill(Engine):
             tp_size=1,
             digest=DIGEST,
         )
-        return Load(name, remote, random_id(), tokens, 0, (Span(0, blocks),), None)
+        return ReadCommand(name, remote, random_id(), tokens, 0, (Span(0, blocks),), None)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from kvhma.geometry import Span
 from kvhma.nixl import decode_handshake
 from kvhma.versions import series
 from kvhma.vllm import KvhmaConnector
-from kvhma.vllm.metadata import Load, StepMetadata
+from kvhma.vllm.metadata import ReadCommand, StepMetadata
 from kvhma.vllm.scheduler.held_blocks import hold_blocks
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, random_id
 from support.cache.engine import own_config_of
@@ -90,7 +90,7 @@ class Engine:
 
     def order(self, name: str, params: PrefillParams, blocks: list[int]) -> None:
         tokens = TOKENS * len(blocks)
-        metadata = StepMetadata([Load(name, params, random_id(), tokens, 0, (Span(0, blocks),), None)])
+        metadata = StepMetadata([ReadCommand(name, params, random_id(), tokens, 0, (Span(0, blocks),), None)])
         self.worker.bind_connector_metadata(metadata)
         self.worker.start_load_kv(None)
 

@@ -20,7 +20,7 @@ from kvhma.oracle import cases
 from kvhma.vllm import stats
 from kvhma.vllm.identity import encode_extra
 from kvhma.vllm.memory import DeviceMemory
-from kvhma.vllm.metadata import Failure, Load, StepMetadata, WorkerReport
+from kvhma.vllm.metadata import Failure, ReadCommand, StepMetadata, WorkerReport
 from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.stats import TransferStats
@@ -159,8 +159,8 @@ def counted(d: Decode, name: str, loads: int) -> TransferStats:
     return total
 
 
-def load(name: str, remote: PrefillParams, blocks: list[int]) -> Load:
-    return Load(name, remote, random_id(), remote.num_tokens, 0, (Span(0, blocks),), None)
+def load(name: str, remote: PrefillParams, blocks: list[int]) -> ReadCommand:
+    return ReadCommand(name, remote, random_id(), remote.num_tokens, 0, (Span(0, blocks),), None)
 
 
 @pytest.fixture

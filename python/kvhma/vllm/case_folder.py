@@ -19,7 +19,7 @@ from kvhma.geometry import Span
 from kvhma.vllm.threads import in_thread
 
 if TYPE_CHECKING:  # it needs vLLM
-    from kvhma.vllm.metadata import Load
+    from kvhma.vllm.metadata import ReadCommand
 
 logger = logging.getLogger("vllm.kvhma")
 
@@ -41,7 +41,7 @@ class CaseFolder:
         self._written = 0
         self._writing: Future[None] | None = None
 
-    def save_failed_load(self, load: Load, plan: Plan | None, local_spans: Sequence[Span] | None) -> None:
+    def save_failed_load(self, load: ReadCommand, plan: Plan | None, local_spans: Sequence[Span] | None) -> None:
         """Write a failed load, unless another case is being written; returns at once.
 
         Args:
@@ -72,7 +72,7 @@ def _name(request_id: str, number: int) -> str:
     return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}-{number:02}-{plain}.json"
 
 
-def _write(path: Path, load: Load, plan: Plan, local_spans: Sequence[Span]) -> None:
+def _write(path: Path, load: ReadCommand, plan: Plan, local_spans: Sequence[Span]) -> None:
     try:
         data = json.dumps(_form(load, plan, local_spans)).encode()
         if len(data) > _MAX_BYTES:
@@ -91,7 +91,7 @@ def _write(path: Path, load: Load, plan: Plan, local_spans: Sequence[Span]) -> N
         logger.warning("kvhma: did not save failed load %s as a case file: %s", load.request_id, error)
 
 
-def _form(load: Load, plan: Plan, local_spans: Sequence[Span]) -> dict[str, Any]:
+def _form(load: ReadCommand, plan: Plan, local_spans: Sequence[Span]) -> dict[str, Any]:
     # These recreate a plan, so it depends on nothing else.
     (local, remotes), options = plan.__getnewargs_ex__()
     return {

@@ -25,7 +25,7 @@ from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import Address, Item, LeaseKey, PrefillParams, Prefix
 
 
-class Load(NamedTuple):
+class ReadCommand(NamedTuple):
     """A request whose cache is to be read.
 
     Attributes:
@@ -123,7 +123,7 @@ class StepMetadata(KVConnectorMetadata):
         verdicts: loads whose digest every rank has reported: the failure of each, or None.
     """
 
-    loads: list[Load] = field(default_factory=list)
+    loads: list[ReadCommand] = field(default_factory=list)
     refusals: dict[str, Failure] = field(default_factory=dict)
     given_up: list[str] = field(default_factory=list)
     copy_to_host: list[tuple[tuple[Span, ...], tuple[Span, ...]]] = field(default_factory=list)
@@ -143,9 +143,9 @@ def _step(loads: bytes, *fields: Any) -> StepMetadata:
     return StepMetadata([_load(row) for row in msgspec.msgpack.decode(loads)] if loads else [], *fields)
 
 
-def _load(row: Sequence[Any]) -> Load:
+def _load(row: Sequence[Any]) -> ReadCommand:
     """Return the load that was packed as `row`, in which named tuples are lists and arrays are bytes."""
-    load, remote = Load(*row), PrefillParams(*row[Load._fields.index("remote")])
+    load, remote = ReadCommand(*row), PrefillParams(*row[ReadCommand._fields.index("remote")])
     return load._replace(
         remote=remote._replace(
             address=Address(*remote.address),

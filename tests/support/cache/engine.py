@@ -51,7 +51,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 import kvhma
 from kvhma.errors import KvhmaError
-from kvhma.vllm.metadata import Failure, Load, StepMetadata, WorkerReport
+from kvhma.vllm.metadata import Failure, ReadCommand, StepMetadata, WorkerReport
 from kvhma.vllm.scheduler import decode as decode_module
 from kvhma.vllm.stats import TransferStats
 from kvhma.vllm.wire.messages import LeaseState, Outcome
@@ -329,7 +329,7 @@ class Loading:
         transient: whether the failure may pass.
     """
 
-    load: Load
+    load: ReadCommand
     parts: list[Part | None]
     outcome: str
     transient: bool
@@ -640,7 +640,7 @@ class Engine:
                 self.refused.append(str(error))
             self._loading.append(loading)
 
-    def _part(self, load: Load, rank: int) -> Part:
+    def _part(self, load: ReadCommand, rank: int) -> Part:
         assert self.source is not None
         plan = _plan(self.memory, self.source.memory, rank)
         planned = plan.transfer(load.num_tokens, list(load.spans), list(load.remote.spans))

@@ -12,7 +12,7 @@ import pytest
 from kvhma.geometry import Group, Span
 from kvhma.vllm import connector as connector_module
 from kvhma.vllm import metadata as metadata_module
-from kvhma.vllm.metadata import Load
+from kvhma.vllm.metadata import ReadCommand
 from kvhma.vllm.scheduler import decode as decode_module
 from kvhma.vllm.scheduler import kept_turns as kept_turns_module
 from kvhma.vllm.scheduler import prefill as prefill_module
@@ -47,7 +47,7 @@ def _spans_of_d(patch: pytest.MonkeyPatch, change: Callable[[Group, Span, int], 
     """Change what D asks for; `change` takes a group, its span, and the tokens that vLLM says were hit."""
     load = DecodeScheduler._read_command
 
-    def wrong(self: DecodeScheduler, *given: Any) -> Load:
+    def wrong(self: DecodeScheduler, *given: Any) -> ReadCommand:
         asked = load(self, *given)
         groups = zip(self._context.geometry.groups, asked.spans, strict=True)
         return asked._replace(spans=tuple(change(group, span, asked.cached) for group, span in groups))

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvhma.errors import KvhmaError, OtherPromptError, RequestError
 from kvhma.geometry import Span
 from kvhma.planning import live_entries
-from kvhma.vllm.metadata import Failure, StepMetadata, WorkerReport, merge_first_tokens
-from kvhma.vllm.metadata import Load as ReadCommand
+from kvhma.vllm.metadata import Failure, ReadCommand, StepMetadata, WorkerReport, merge_first_tokens
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.digests import DecodeDigests
 from kvhma.vllm.scheduler.failed_loads import FailedLoads

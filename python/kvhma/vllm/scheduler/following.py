@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kvhma.errors import OtherPromptError, RequestError
 from kvhma.geometry import Geometry, Span
 from kvhma.pieces import piece, piece_end, rest
-from kvhma.vllm.metadata import Load as ReadCommand
+from kvhma.vllm.metadata import ReadCommand as ReadCommand
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.ticket_followers import TicketFollower, TicketFollowers
 from kvhma.vllm.wire.params import LeaseKey, PrefillParams

@@ -17,7 +17,7 @@ from kvhma.errors import HandshakeError, KvhmaError, PeerLostError, TransferErro
 from kvhma.geometry import Span
 from kvhma.nixl import TransferHandle
 from kvhma.permute import PermutedRead
-from kvhma.vllm.metadata import Load
+from kvhma.vllm.metadata import ReadCommand
 from kvhma.vllm.worker.digests import LoadSums
 from kvhma.vllm.worker.lease import LeaseQuestion
 from kvhma.vllm.worker.prefill_engines import PrefillEngine
@@ -98,7 +98,7 @@ class ActiveLoad:
         reported: whether its result was reported.
     """
 
-    load: Load
+    load: ReadCommand
     ordered_at: float
     after: torch.Event | None = None
     launched: torch.Event | None = None

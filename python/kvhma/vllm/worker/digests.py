@@ -12,7 +12,7 @@ from kvhma._kvhma import Plan, Transfer
 from kvhma.digests import ContentDigest, Counting, content_digest
 from kvhma.errors import DigestError, RequestError, SettingsError
 from kvhma.geometry import Geometry, Span
-from kvhma.vllm.metadata import DigestOrder, Load, LoadDigest
+from kvhma.vllm.metadata import DigestOrder, LoadDigest, ReadCommand
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.threads import in_thread
 from kvhma.vllm.worker.results import LoadResults
@@ -76,7 +76,7 @@ class PrefillSums:
 class LoadSums:
     """D's part: the digest of what a load has read, summed in a separate thread, and P's digest."""
 
-    def __init__(self, load: Load, seed: int, sums: Callable[[], ContentDigest], timeout: float) -> None:
+    def __init__(self, load: ReadCommand, seed: int, sums: Callable[[], ContentDigest], timeout: float) -> None:
         """Begin to sum what a load has read.
 
         Args:
@@ -134,7 +134,7 @@ class LoadSums:
 
 
 def sums_of(
-    plan: Plan, transfer: Transfer, load: Load, places: Sequence[Span], geometry: Geometry, cp_tp_size: int
+    plan: Plan, transfer: Transfer, load: ReadCommand, places: Sequence[Span], geometry: Geometry, cp_tp_size: int
 ) -> Callable[[], ContentDigest]:
     """Return a function that sums a load's blocks: in each group the tokens that this load and earlier pieces moved."""
     first_tokens = list(transfer.first_tokens)

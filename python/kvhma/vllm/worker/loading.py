@@ -19,7 +19,7 @@ from kvhma.errors import KvhmaError, PeerLostError, RequestError
 from kvhma.nixl import TransferHandle
 from kvhma.permute import PermutedRead, permuted_reads
 from kvhma.vllm.memory import Memory
-from kvhma.vllm.metadata import Load
+from kvhma.vllm.metadata import ReadCommand
 from kvhma.vllm.threads import SupervisedThread, short_turns
 from kvhma.vllm.worker.active_load import ActiveLoad, ReadPart, errors_end, parts_of
 from kvhma.vllm.worker.context import WorkerContext
@@ -92,7 +92,12 @@ class Loader:
         )
 
     def start_or_queue(
-        self, loads: Sequence[Load], after: torch.Event | None = None, *, at_once: bool = False, idle: bool = False
+        self,
+        loads: Sequence[ReadCommand],
+        after: torch.Event | None = None,
+        *,
+        at_once: bool = False,
+        idle: bool = False,
     ) -> set[str]:
         """Start short loads here and queue the others; return the requests whose started loads have not ended.
 
@@ -122,7 +127,7 @@ class Loader:
             self._queue.put(active)
         return {active.load.request_id for active in not_ended if not active.load.piece}
 
-    def _is_short(self, load: Load, limit: int) -> bool:
+    def _is_short(self, load: ReadCommand, limit: int) -> bool:
         """Return whether a load fills few blocks, of at most `limit` bytes. This does not need its plan."""
         blocks = nbytes = 0
         for span, block_bytes in zip(load.spans, self._block_bytes, strict=True):

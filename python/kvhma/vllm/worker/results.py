@@ -24,7 +24,7 @@ from kvhma.errors import (
 )
 from kvhma.text import one_line
 from kvhma.vllm.case_folder import CaseFolder
-from kvhma.vllm.metadata import CLIENTS_CAUSES, Failure, Load, LoadDigest, WorkerReport
+from kvhma.vllm.metadata import CLIENTS_CAUSES, Failure, LoadDigest, ReadCommand, WorkerReport
 from kvhma.vllm.stats import StatsCollector
 from kvhma.vllm.wire import peer_log
 from kvhma.vllm.wire.params import LeaseKey
@@ -46,7 +46,7 @@ class _Unreported:
         slow: whether it was logged as slow.
     """
 
-    load: Load | None
+    load: ReadCommand | None
     since: float
     slow: bool = False
 
@@ -77,7 +77,7 @@ class LoadResults:
         """Requests with a piece in flight."""
         self._report = WorkerReport()
 
-    def expect(self, loads: Sequence[Load], refusals: Iterable[str] = ()) -> None:
+    def expect(self, loads: Sequence[ReadCommand], refusals: Iterable[str] = ()) -> None:
         """Expect results of more loads, and of requests that are not read."""
         now = time.monotonic()
         with self._lock:
@@ -221,7 +221,7 @@ class LoadResults:
         with self._lock:
             return len(self._unreported) + len(self._ended) + len(self._pieces)
 
-    def _new_slow_loads(self) -> list[tuple[Load, float]]:
+    def _new_slow_loads(self) -> list[tuple[ReadCommand, float]]:
         """Return loads that now last longer than their lease, with their seconds; the lock is held."""
         now = time.monotonic()
         found = []
