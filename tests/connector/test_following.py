@@ -320,9 +320,9 @@ def test_d_that_gives_up_is_told_of_to_p(p, d):
     piece_of(d)
     d.on_request_finished(asked, tables(d))
     nothing_comes(d)
-    assert d.on_step(STEP).given_up == [], "a read is under way"
+    assert d.on_step(STEP).cancelled == [], "a read is under way"
     read(d)
-    assert d.on_step(STEP).given_up == ["r"]
+    assert d.on_step(STEP).cancelled == ["r"]
     d.on_worker_results(output(["r"]))
     assert d.decode.pending == {}
     until(lambda: p.scheduler.prefill.settling.is_cancelled("at p"))

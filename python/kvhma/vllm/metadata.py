@@ -114,7 +114,7 @@ class StepMetadata(KVConnectorMetadata):
     Attributes:
         loads: requests to read.
         refusals: requests that cannot be read, with the reason; the workers report them as failed.
-        given_up: requests that ended before they were completely read. Workers read nothing of them any more.
+        cancelled: requests that ended before they were completely read. Workers read nothing of them any more.
         copy_to_host: blocks to copy to host memory after this step, and the slots to copy them to: for each request, a
             span for each group.
         idle: whether this step computes nothing.
@@ -125,7 +125,7 @@ class StepMetadata(KVConnectorMetadata):
 
     loads: list[ReadCommand] = field(default_factory=list)
     refusals: dict[str, Failure] = field(default_factory=dict)
-    given_up: list[str] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
     copy_to_host: list[tuple[tuple[Span, ...], tuple[Span, ...]]] = field(default_factory=list)
     idle: bool = False
     step: int | None = None

@@ -61,7 +61,7 @@ _TICKET_ENDS = {
     LoadEffect.TICKET_LATE: "late",
     LoadEffect.TICKET_LOST: "lost",
     LoadEffect.TICKET_REFUSED: "refused",
-    LoadEffect.TICKET_GIVEN_UP: "given_up",
+    LoadEffect.TICKET_CANCELLED: "given_up",
 }
 """Labels of the counter of followed tickets."""
 
@@ -646,7 +646,7 @@ class DecodeScheduler:
         elif effect is LoadEffect.PLACE and command is not None and ticket is not None:
             self._following.on_blocks_allocated(request_id, ticket, command)
         elif effect is LoadEffect.CANCEL_READ:
-            self._metadata.given_up.append(request_id)
+            self._metadata.cancelled.append(request_id)
         elif effect is LoadEffect.REPORT_FAILED and failure is not None:
             logger.warning("kvhma: request %s cannot be loaded: %s", request_id, failure.text)
             self._metadata.refusals[request_id] = failure

@@ -109,7 +109,7 @@ class LoadEffect(enum.Enum):
     TICKET_LATE = "end the ticket: P has handed it off, and nothing was read before"
     TICKET_LOST = "end the ticket: P has ended it"
     TICKET_REFUSED = "cancel the ticket: P computes another prompt"
-    TICKET_GIVEN_UP = "cancel the ticket: it is not needed"
+    TICKET_CANCELLED = "cancel the ticket: it is not needed"
 
 
 _S, _E, _F = LoadState, LoadEvent, LoadEffect
@@ -142,20 +142,20 @@ TABLE: Mapping[tuple[LoadState, LoadEvent], tuple[LoadState, tuple[LoadEffect, .
     (_S.WAITING, _E.ABORTED): (_S.GONE, (_F.RELEASE,)),
     (_S.FOLLOWING, _E.HANDED_OFF): (_S.NEW, (_F.TICKET_LATE,)),
     (_S.FOLLOWING, _E.BLOCKS): (_S.PIECES, (_F.PLACE,)),
-    (_S.FOLLOWING, _E.UNREADABLE): (_S.FAILING, (_F.TICKET_GIVEN_UP, _F.REPORT_FAILED)),
-    (_S.FOLLOWING, _E.NOTHING_TO_LOAD): (_S.GONE, (_F.TICKET_GIVEN_UP,)),
+    (_S.FOLLOWING, _E.UNREADABLE): (_S.FAILING, (_F.TICKET_CANCELLED, _F.REPORT_FAILED)),
+    (_S.FOLLOWING, _E.NOTHING_TO_LOAD): (_S.GONE, (_F.TICKET_CANCELLED,)),
     (_S.FOLLOWING, _E.LOCAL): (_S.LOCAL, (_F.TICKET_REFUSED, _F.COMPUTE_LOCALLY)),
     (_S.FOLLOWING, _E.REFUSED): (_S.REFUSED, (_F.TICKET_REFUSED,)),
     (_S.FOLLOWING, _E.TICKET_LOST): (_S.REFUSED, (_F.TICKET_LOST,)),
-    (_S.FOLLOWING, _E.ENDED): (_S.GONE, (_F.TICKET_GIVEN_UP,)),
-    (_S.FOLLOWING, _E.ABORTED): (_S.GONE, (_F.TICKET_GIVEN_UP,)),
+    (_S.FOLLOWING, _E.ENDED): (_S.GONE, (_F.TICKET_CANCELLED,)),
+    (_S.FOLLOWING, _E.ABORTED): (_S.GONE, (_F.TICKET_CANCELLED,)),
     (_S.PIECES, _E.SETTLED): (_S.PIECES, (_F.ORDER,)),
     (_S.PIECES, _E.HANDED_OFF): (_S.LOADING, (_F.TICKET_HANDED_OFF, _F.ORDER)),
     (_S.PIECES, _E.UNREADABLE): (_S.FAILING, (_F.TICKET_HANDED_OFF, _F.REPORT_FAILED)),
     (_S.PIECES, _E.TICKET_LOST): (_S.FAILING, (_F.TICKET_LOST, _F.REPORT_FAILED)),
     (_S.PIECES, _E.ENDED): (_S.PIECES, ()),
     (_S.PIECES, _E.ABORTED): (_S.PIECES, ()),
-    (_S.PIECES, _E.CANCELLED): (_S.LOADING, (_F.TICKET_GIVEN_UP, _F.CANCEL_READ)),
+    (_S.PIECES, _E.CANCELLED): (_S.LOADING, (_F.TICKET_CANCELLED, _F.CANCEL_READ)),
     (_S.LOADING, _E.LASTS): (_S.LOADING, (_F.CLAIM,)),
     (_S.LOADING, _E.LOADED): (_S.GONE, (_F.RELEASE_UNNOTIFIED,)),
     (_S.LOADING, _E.FAILED): (_S.GONE, (_F.RELEASE_FAILED,)),

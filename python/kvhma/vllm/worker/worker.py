@@ -76,10 +76,10 @@ class KvhmaWorker:
         """Queue the loads of a step. On CPUs it reads short loads at once, since :meth:`collect` waits for them."""
         self._prefill_sums.start(metadata.digests)
         self._results.judge(metadata.verdicts)
-        if not (metadata.loads or metadata.refusals or metadata.given_up):  # most steps
+        if not (metadata.loads or metadata.refusals or metadata.cancelled):  # most steps
             return
-        self._results.expect(metadata.loads, [*metadata.refusals, *metadata.given_up])
-        for request_id in metadata.given_up:
+        self._results.expect(metadata.loads, [*metadata.refusals, *metadata.cancelled])
+        for request_id in metadata.cancelled:
             self._results.succeed_load(request_id, {})
         for request_id, failure in metadata.refusals.items():
             self._results.fail_load(request_id, failure)
