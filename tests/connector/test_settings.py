@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+from pathlib import Path
+
 import pytest
 
 from kvhma.errors import SettingsError
-from kvhma.vllm.settings import Settings
+from kvhma.vllm.settings import Settings, rows
 from kvhma.vllm.wire.params import Address
+from support.programs import program
 
 WILDCARDS = ["0.0.0.0", "::", "0", "0x0", "0.0", "::ffff:0.0.0.0", "0:0::0", "::%eth0"]
 
@@ -64,7 +67,7 @@ def test_addresses():
         ({"allowed_prefill_engines": ["10.0.0.0/33"]}, "allowed_prefill_engines is"),
         ({"allowed_prefill_engines": ["10.0"]}, "allowed_prefill_engines is"),
         ({"secret_file": ""}, "secret_file is '', expected a path"),
-        ({"secret_file": 7}, "secret_file is 7, expected str"),
+        ({"secret_file": 7}, "secret_file is 7, expected a path"),
         ({"net_devices": "eth0, eth1"}, "net_devices is 'eth0, eth1', expected names"),
         ({"net_devices": ["eth0"]}, "net_devices is"),
         ({"net_devices": "eth0\n"}, "net_devices is"),
@@ -75,7 +78,7 @@ def test_addresses():
         ({"backends": "UCX"}, "backends is"),
         ({"side_channel_port": 70000}, "70000"),
         ({"advertised_port": 0}, "advertised_port is 0, expected int 1..65535"),
-        ({"advertised_host": 7}, "advertised_host is 7, expected str"),
+        ({"advertised_host": 7}, "advertised_host is 7, expected a name or an address"),
         ({"advertised_host": ""}, "advertised_host is '', expected a name or an address"),
         ({"advertised_host": "10.0.0.7:5600"}, "advertised_host is '10.0.0.7:5600', expected .* without a port"),
         ({"advertised_host": "[::1]"}, "advertised_host is"),
@@ -90,7 +93,7 @@ def test_addresses():
         ({"prewarm": 1}, "prewarm is 1, expected bool"),
         ({"switch_interval_us": 0}, "switch_interval_us is 0, expected int 10..1000000"),
         ({"host_staged": 1}, "host_staged is 1, expected bool"),
-        ({"model_id": 7}, "model_id is 7, expected str"),
+        ({"model_id": 7}, "model_id is 7, expected 1..512 printable characters"),
         ({"model_id": ""}, "model_id is '', expected 1..512"),
         ({"model_id": "a\nb"}, "model_id is"),
     ],
@@ -185,3 +188,16 @@ def test_engines_to_connect_to_are_always_allowed():
     assert allows("2001:db8:0::1", entries=[], known=known)
     assert not allows("prefill-1", 5601, entries=[], known=known)
     assert not allows("10.0.0.2", entries=[], known=known)
+
+
+def test_the_page_has_a_row_for_each_setting() -> None:
+    """If not, run `python tools/settings.py`."""
+    settings = program("tools/settings.py")
+    page = (Path(__file__).parents[2] / "docs/vllm.md").read_text(encoding="utf-8")
+    assert settings.filled(page) == page
+    with pytest.raises(ValueError, match="no line"):
+        settings.filled(page.replace(settings.END, ""))
+
+
+def test_null_is_the_default() -> None:
+    assert Settings.read(dict.fromkeys(rows())) == Settings()

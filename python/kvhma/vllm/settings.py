@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings in ``kv_connector_extra_config``. docs/vllm.md explains each of them."""
+"""The settings in ``kv_connector_extra_config``: a row for each, of which docs/vllm.md's table is made."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvhma.errors import SettingsError
 from kvhma.nixl.library import MAX_PROGRESS_DELAY_US, PROGRESS_DELAY_US, READER_PROGRESS_DELAY_US
@@ -16,96 +16,278 @@ from kvhma.vllm.allow_list import AllowedEngines
 from kvhma.vllm.wire.params import Address
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Settings of one engine.
+class Kind(NamedTuple):
+    """The values that a setting may have.
 
     Attributes:
-        kv_lease_duration: seconds that a prefill engine holds a request's blocks after the last lease renewal.
-        handshake_timeout: seconds to wait for each answer of another engine.
-        load_retries: how often to retry a load after a transient error, before the engine's ``kv_load_failure_policy``
-            decides.
-        prefill_engines: engines for a handshake before their first request, as ``host:port`` of their side channels.
-        allowed_prefill_engines: engines that the parameters of a request may name, beside `prefill_engines`; None for
-            any engine.
-        secret_file: file with the secrets that engines share, one a line; None for ``KVHMA_SECRET``.
-        net_devices: network devices that NIXL's UCX listens on and connects from, as in ``UCX_NET_DEVICES``. None for
-            ``lo`` if the side channel is on loopback; otherwise UCX's environment decides.
-        max_held_share: share of a prefill engine's blocks that finished requests may hold until they are read.
-        bidirectional_kv_xfer: whether a decode engine holds its answers for the next turns of their conversations, and
-            a prefill engine reads them.
-        kv_recompute_threshold: a prefill engine that lacks fewer tokens of an answer computes them instead.
-        decoder_kv_blocks_ttl: longest time in seconds that a decode engine holds an answer.
-        max_followed_share: share of a decode engine's blocks for requests whose prompt P still computes.
-        piece_tokens: fewest tokens of a piece that is read while P computes the rest of the prompt.
-        max_peers: number of engines whose connection and plan are stored.
-        engine_ttl: seconds after which an idle engine is evicted; 0 or less for never. None evicts it after an hour,
-            but only if it does not answer.
-        descriptor_bytes: bytes that a partial last block may move to save a descriptor, see :func:`kvhma.plan`.
-        max_descriptors: most descriptors of a request of one rank, see :func:`kvhma.plan`.
-        permute_bytes: bytes that D may permute after the read to save a descriptor, see :mod:`kvhma.permute`.
-        backends: NIXL's transports, in order of preference.
-        num_threads: transport threads of NIXL.
-        progress_delay_us: microseconds that NIXL's progress thread sleeps while no event wakes it; 0 for no sleep,
-            None for a default, see :meth:`progress_delay`.
-        prewarm: whether a worker prewarms its transport when it starts, see :meth:`kvhma.nixl.Agent.prewarm_transport`.
-        switch_interval_us: microseconds after which a Python thread of the engine's processes yields to a waiting
-            thread, see :func:`sys.setswitchinterval`; None for no change.
-        side_channel_host: name or address that this engine's scheduler listens at; None for
-            ``VLLM_NIXL_SIDE_CHANNEL_HOST``.
-        side_channel_port: its port, plus the data-parallel index; None for ``VLLM_NIXL_SIDE_CHANNEL_PORT``.
-        advertised_host: name or address at which other engines reach it; None for `side_channel_host`. If that is every
-            address of this machine, vLLM chooses the address.
-        advertised_port: its port for other engines, plus the data-parallel index; None for `side_channel_port`.
-        kv_cache_layout: layout to ask the engine for; None for ``LBHNC``, or for MLA the engine's own choice.
-        model_id: name of the model, for engines that have it under different paths. If both sides set it, it is
-            compared instead of path and revision, and adapters are compared by name. None to compare path and revision.
-        host_staged: whether to copy through host memory, for devices whose memory cannot be registered. None to do so
-            if ``kv_buffer_device`` is ``cpu`` and the device is not.
-        mm_items: ``compare`` compares a request's multimodal items with P's. With ``trust_prefill`` a prefill engine
-            hands out its items, and a decode engine replaces its items by these.
-        case_folder: folder for case files of failed loads; None to write no files.
-        content_digests: share of the requests whose blocks a prefill engine sums, from 0 (``off``) to 1 (``all``), see
-            :mod:`kvhma.digests`. A decode engine compares loads with these sums, unless the setting is 0 there.
-        staging_blocks: number of blocks in host memory for readers, and as many for loads. None for a quarter of the
-            engine's blocks, but at least the blocks of the longest request.
-        ignored: settings of vLLM's own connector that were given and have no effect here, each with the reason.
+        expected: what they are, for errors and for the page.
+        read: from a value as JSON has it; raises ValueError for any other value.
     """
 
-    kv_lease_duration: float = 30.0
-    handshake_timeout: float = 5.0
-    load_retries: int = 1
-    prefill_engines: tuple[Address, ...] = ()
-    allowed_prefill_engines: tuple[AllowedEngines, ...] | None = None
-    secret_file: str | None = None
-    net_devices: str | None = None
-    max_held_share: float = 0.5
-    bidirectional_kv_xfer: bool = False
-    kv_recompute_threshold: int = 64
-    decoder_kv_blocks_ttl: float = 480.0
-    max_followed_share: float = 0.5
-    piece_tokens: int = 512
-    max_peers: int = 256
-    engine_ttl: float | None = None
-    descriptor_bytes: int = DEFAULT_DESCRIPTOR_BYTES
-    max_descriptors: int = DEFAULT_MAX_DESCRIPTORS
-    permute_bytes: int = 0
-    backends: tuple[str, ...] = ("UCX",)
-    num_threads: int = 0
-    progress_delay_us: int | None = None
-    prewarm: bool = False
-    switch_interval_us: int | None = None
-    side_channel_host: str | None = None
-    side_channel_port: int | None = None
-    advertised_host: str | None = None
-    advertised_port: int | None = None
-    kv_cache_layout: str | None = None
-    model_id: str | None = None
-    host_staged: bool | None = None
-    mm_items: str = "compare"
-    case_folder: str | None = None
-    staging_blocks: int | None = None
-    content_digests: float = 0.0
+    expected: str
+    read: Callable[[Any], Any]
+
+
+class Row(NamedTuple):
+    """A setting.
+
+    Attributes:
+        kind: its values.
+        shown: its default, as the page shows it.
+        meaning: what it does, as the page says it.
+    """
+
+    kind: Kind
+    shown: str
+    meaning: str
+
+
+def _row(default: Any, kind: Kind, meaning: str, shown: str | None = None) -> Any:
+    if shown is None:
+        shown = str(default).lower() if isinstance(default, bool) else "" if default is None else f"{default:g}"
+    return field(default=default, metadata={"row": Row(kind, shown, meaning)})
+
+
+def _number(kind: type[int] | type[float], low: float, high: float) -> Kind:
+    def read(value: Any) -> float:
+        right = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+        if not right or not math.isfinite(value) or not low <= value <= high:
+            raise ValueError(value)
+        return kind(value)
+
+    return Kind(f"{kind.__name__} {low}..{high}", read)
+
+
+def _text(form: str = "(?s).+", expected: str = "str") -> Kind:
+    def read(value: Any) -> str:
+        if not isinstance(value, str) or not re.fullmatch(form, value, re.ASCII) or not value.isprintable():
+            raise ValueError(value)
+        return value
+
+    return Kind(expected, read)
+
+
+def _texts(expected: str, read: Callable[[str], Any]) -> Kind:
+    def each(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            raise ValueError(value)
+        return tuple(map(read, value))
+
+    return Kind(expected, each)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(value)
+    return value
+
+
+def _address(text: str) -> Address:
+    host, _, port = text.rpartition(":")
+    if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise ValueError(text)
+    return Address(host.removeprefix("[").removesuffix("]"), int(port))
+
+
+def _allowed(text: str) -> AllowedEngines:
+    entry = AllowedEngines.read(text)
+    if entry is None:
+        raise ValueError(text)
+    return entry
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value or not all(isinstance(name, str) and name for name in value):
+        raise ValueError(value)
+    return tuple(value)
+
+
+def _share(value: Any) -> float:
+    if isinstance(value, str):
+        if value not in _SHARES:
+            raise ValueError(value)
+        return _SHARES[value]
+    share: float = _number(float, 0, 1).read(value)
+    return share
+
+
+_SHARES = {"off": 0.0, "all": 1.0}
+_FLAG = Kind("bool", _flag)
+_SECONDS = _number(float, 1, 86400)
+_PORT = _number(int, 1, 65535)
+_COUNT = _number(int, 0, 1 << 31)
+_BYTES = _number(int, 0, 1 << 40)
+_PATH = _text("(?s).{1,4096}", "a path")
+_HOST = r"[A-Za-z0-9_][\w.-]{0,511}|[0-9A-Fa-f]{0,4}(:[0-9A-Fa-f.]{0,15}){2,8}(%[\w.-]+)?"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of one engine. Each field has its `Row`; the page's table is made of them by ``tools/settings.py``."""
+
+    kv_lease_duration: float = _row(30.0, _SECONDS, "seconds, on P")
+    handshake_timeout: float = _row(
+        5.0,
+        _number(float, 0.1, 600),
+        "seconds for each reply of another engine; all replies of a handshake together have four times that",
+    )
+    load_retries: int = _row(1, _number(int, 0, 100), "retries after a transient error, with policy `recompute`")
+    prefill_engines: tuple[Address, ...] = _row(
+        (),
+        _texts("a list of host:port", _address),
+        '`"host:port"` of the side channels of prefill engines. D does the handshake with each once it '
+        "has started, before its first request arrives, and again after the engine was restarted. "
+        "Requests may name them by another address",
+        shown="`[]`",
+    )
+    allowed_prefill_engines: tuple[AllowedEngines, ...] | None = _row(
+        None,
+        _texts("a list of hosts, addresses and networks, each with :port or without", _allowed),
+        "on D, a list of the engines that a request's parameters may name: host names, addresses "
+        "(`10.0.0.7`, `2001:db8::7`), networks (`10.0.0.0/8`), each with `:port` or without (IPv6 then in "
+        "brackets). D compares names as the parameters write them, ignoring case, and never looks them up "
+        "for that. Engines of `prefill_engines` are always allowed; with `[]` only they are",
+        shown="any",
+    )
+    secret_file: str | None = _row(
+        None,
+        _PATH,
+        "a file with the secrets that engines authenticate with, one of at least 16 bytes a line: an "
+        "engine uses the first and accepts all",
+        shown="`KVHMA_SECRET`",
+    )
+    net_devices: str | None = _row(
+        None,
+        _text(r"[\w.@:-]+(,[\w.@:-]+)*", "names with commas between, as in UCX_NET_DEVICES"),
+        'network devices on which UCX listens and connects, e.g. `"eth0,mlx5_0:1"`. A D with the default '
+        "`side_channel_host` (`localhost`) and a P on another host needs it",
+        shown="`UCX_NET_DEVICES`; if that is not set and the side channel is on loopback, `lo`",
+    )
+    max_held_share: float = _row(
+        0.5,
+        _number(float, 0.01, 1),
+        "on P, the share of its blocks that finished requests may hold while no decode engine claims "
+        "them; beyond it P evicts the oldest unclaimed requests",
+    )
+    bidirectional_kv_xfer: bool = _row(
+        False,
+        _FLAG,
+        "D holds its answers for the next turns of their conversations, and P reads them ([the next turn "
+        "of a chat](next-turn.md))",
+    )
+    kv_recompute_threshold: int = _row(64, _COUNT, "a P that lacks fewer tokens of an answer computes them")
+    decoder_kv_blocks_ttl: float = _row(480.0, _SECONDS, "longest time in seconds that D holds an answer")
+    max_followed_share: float = _row(
+        0.5,
+        _number(float, 0, 1),
+        "on D, the share of its blocks that requests may hold [while P computes them](following.md)",
+    )
+    piece_tokens: int = _row(512, _number(int, 1, 1 << 31), "minimum number of tokens in a piece of such a request")
+    max_peers: int = _row(
+        256,
+        _number(int, 1, 4096),
+        "engines, besides those of `prefill_engines`, whose connection and plan this engine stores. A "
+        "further engine replaces an idle one, drawn from the least recently used half. While this engine "
+        "reads from that many, or does handshakes with them, it refuses a further one "
+        "(`vllm:kvhma_refused_engines`)",
+    )
+    engine_ttl: float | None = _row(
+        None,
+        _number(float, -1, 1 << 31),
+        "seconds after which D disconnects from an engine that it has not read from; 0 for never. Not "
+        "set: after an hour, and only if the engine does not answer any more "
+        "([why](#engines-that-are-not-used))",
+    )
+    descriptor_bytes: int = _row(
+        DEFAULT_DESCRIPTOR_BYTES,
+        _BYTES,
+        "bytes that a partial last block may move to save a descriptor",
+        shown="131072",
+    )
+    max_descriptors: int = _row(
+        DEFAULT_MAX_DESCRIPTORS,
+        _number(int, 1, 1 << 40),
+        "descriptors that a request may have on one rank of D; a load with more fails before D makes them "
+        "([what they cost, and who needs more](descriptors.md#how-many-there-can-be))",
+        shown="4194304",
+    )
+    permute_bytes: int = _row(
+        0,
+        _BYTES,
+        "on D, if P's blocks are shorter than its own: bytes that D may permute to save a descriptor "
+        "([when it is worth it](tuning.md#descriptors))",
+    )
+    backends: tuple[str, ...] = _row(
+        ("UCX",), Kind("a list of names", _names), "NIXL's transports, in order of preference", shown='`["UCX"]`'
+    )
+    num_threads: int = _row(0, _number(int, 0, 256), "transport threads of NIXL")
+    progress_delay_us: int | None = _row(
+        None,
+        _number(int, 0, MAX_PROGRESS_DELAY_US),
+        "how long NIXL's progress thread sleeps while no event wakes it; 0 polls without a pause and uses "
+        "a whole core ([why](nixl.md#the-progress-thread))",
+        shown="100000 for readers with caches in host memory, else 1000",
+    )
+    prewarm: bool = _row(
+        False, _FLAG, "whether a worker prewarms its transport when it starts ([below](#engines-that-share-a-host))"
+    )
+    switch_interval_us: int | None = _row(
+        None,
+        _number(int, 10, 1_000_000),
+        "Python's [switch interval](https://docs.python.org/3/library/sys.html#sys.setswitchinterval) in "
+        "the engine's processes. Not set, it stays as it is (5,000 in CPython), except that a worker sets "
+        "100 while its thread starts loads",
+    )
+    side_channel_host: str | None = _row(
+        None, _text(), "where the scheduler listens", shown="`VLLM_NIXL_SIDE_CHANNEL_HOST`"
+    )
+    side_channel_port: int | None = _row(
+        None, _PORT, "its port; kvhma adds the data-parallel index", shown="`VLLM_NIXL_SIDE_CHANNEL_PORT`"
+    )
+    advertised_host: str | None = _row(
+        None,
+        _text(_HOST, "a name or an address, without a port"),
+        "where other engines reach it, [if that differs](#addresses)",
+        shown="`side_channel_host`",
+    )
+    advertised_port: int | None = _row(
+        None, _PORT, "its port for other engines; kvhma adds the data-parallel index", shown="`side_channel_port`"
+    )
+    kv_cache_layout: str | None = _row(
+        None, _text(), "layout to ask the engine for", shown="`LBHNC`, for MLA the engine's"
+    )
+    model_id: str | None = _row(
+        None,
+        _text("(?s).{1,512}", "1..512 printable characters"),
+        "the operator's name for the model, if P and D have it under different paths. If both sides set "
+        "it, they compare it instead of path and revision, and compare adapters by name",
+    )
+    host_staged: bool | None = _row(
+        None, _FLAG, "copy through host memory", shown="if `kv_buffer_device` is `cpu` and the caches are not"
+    )
+    mm_items: str = _row(
+        "compare",
+        _text("compare|trust_prefill", "compare or trust_prefill"),
+        '`"trust_prefill"` on both sides: D adopts P\'s multimodal items ([pictures that only P '
+        "sees](#what-a-prompt-is-and-which-model))",
+        shown='`"compare"`',
+    )
+    case_folder: str | None = _row(
+        None, _PATH, "a folder for failed loads, written [as cases](cases.md#of-a-load-that-failed)", shown="none"
+    )
+    staging_blocks: int | None = _row(
+        None,
+        _number(int, 1, 1 << 31),
+        "with `host_staged`, the number of blocks in host memory, for each role",
+        shown="a quarter of the engine's, at least those of the longest request",
+    )
+    content_digests: float = _row(
+        0.0,
+        Kind("off, all or a number 0..1", _share),
+        'on P, the share of the requests whose blocks it sums: `"off"`, a number up to 1, or `"all"`. D '
+        'compares its loads with the sums, unless its setting is `"off"` ([digests](digests.md))',
+        shown='`"off"`',
+    )
     ignored: tuple[str, ...] = field(default=())
     """Settings of upstream's connector without effect here, each with the reason, for the log."""
 
@@ -123,30 +305,17 @@ class Settings:
             SettingsError: an unknown setting, or a value of the wrong type or out of range. Settings that only
                 upstream's connector has are accepted with any value.
         """
-        known = {item.name for item in fields(cls)} - {"ignored"}
-        unknown = set(extra) - known - _UPSTREAM.keys()
+        known = rows()
+        unknown = set(extra) - known.keys() - _UPSTREAM.keys()
         if unknown:
             raise SettingsError(f"kv_connector_extra_config: unknown {sorted(unknown)}, known are {sorted(known)}")
-        given = {name: extra[name] for name in known & set(extra)}
-        if "backends" in given:
-            given["backends"] = _names(given["backends"])
-        if "prefill_engines" in given:
-            given["prefill_engines"] = _addresses(given["prefill_engines"])
-        if given.get("allowed_prefill_engines") is not None:
-            given["allowed_prefill_engines"] = _allowed(given["allowed_prefill_engines"])
-        if isinstance(share := given.get("content_digests"), str):
-            if share not in _SHARES:
-                raise _wrong("content_digests", share, "off, all or a number 0..1")
-            given["content_digests"] = _SHARES[share]
-        for name, (kind, low, high) in _RANGES.items():
-            if (value := given.get(name)) is not None:
-                given[name] = _number(name, value, kind, low, high)
-        for name, expected in _TYPES.items():
-            if (value := given.get(name)) is not None and not isinstance(value, expected):
-                raise _wrong(name, value, expected.__name__)
-        for name, (form, meaning) in _FORMS.items():
-            if (value := given.get(name)) is not None and not (form.fullmatch(value) and value.isprintable()):
-                raise _wrong(name, value, meaning)
+        given = {}
+        for name, row in known.items():
+            if (value := extra.get(name)) is not None:
+                try:
+                    given[name] = row.kind.read(value)
+                except ValueError:
+                    raise _wrong(name, value, row.kind.expected) from None
         if (host := given.get("advertised_host")) is not None and Address(host, 0).is_wildcard:
             raise _wrong("advertised_host", host, "one address, which other engines reach")
         ignored = (f"{name} ({why})" for name, (off, why) in _UPSTREAM.items() if extra.get(name, off) != off)
@@ -186,95 +355,11 @@ _UPSTREAM: dict[str, tuple[Any, str]] = {
 }
 """Settings that only upstream's connector has: the value without effect there, and why they have no effect here."""
 
-_RANGES: dict[str, tuple[type[int] | type[float], float, float]] = {
-    "kv_lease_duration": (float, 1, 86400),
-    "handshake_timeout": (float, 0.1, 600),
-    "load_retries": (int, 0, 100),
-    "max_held_share": (float, 0.01, 1),
-    "kv_recompute_threshold": (int, 0, 1 << 31),
-    "decoder_kv_blocks_ttl": (float, 1, 86400),
-    "max_followed_share": (float, 0, 1),
-    "piece_tokens": (int, 1, 1 << 31),
-    "max_peers": (int, 1, 4096),
-    "engine_ttl": (float, -1, 1 << 31),
-    "descriptor_bytes": (int, 0, 1 << 40),
-    "max_descriptors": (int, 1, 1 << 40),
-    "permute_bytes": (int, 0, 1 << 40),
-    "num_threads": (int, 0, 256),
-    "progress_delay_us": (int, 0, MAX_PROGRESS_DELAY_US),
-    "staging_blocks": (int, 1, 1 << 31),
-    "content_digests": (float, 0, 1),
-    "switch_interval_us": (int, 10, 1_000_000),
-    "side_channel_port": (int, 1, 65535),
-    "advertised_port": (int, 1, 65535),
-}
 
-
-_SHARES = {"off": 0.0, "all": 1.0}
-
-_TYPES: dict[str, type[str] | type[bool]] = {
-    "secret_file": str,
-    "net_devices": str,
-    "bidirectional_kv_xfer": bool,
-    "prewarm": bool,
-    "side_channel_host": str,
-    "advertised_host": str,
-    "kv_cache_layout": str,
-    "model_id": str,
-    "mm_items": str,
-    "case_folder": str,
-    "host_staged": bool,
-}
-
-_FORMS: dict[str, tuple[re.Pattern[str], str]] = {
-    "secret_file": (re.compile(r"(?s).{1,4096}"), "a path"),
-    "case_folder": (re.compile(r"(?s).{1,4096}"), "a path"),
-    "net_devices": (
-        re.compile(r"[\w.@:-]+(,[\w.@:-]+)*", re.ASCII),
-        "names with commas between, as in UCX_NET_DEVICES",
-    ),
-    "advertised_host": (
-        re.compile(r"[A-Za-z0-9_][\w.-]{0,511}|[0-9A-Fa-f]{0,4}(:[0-9A-Fa-f.]{0,15}){2,8}(%[\w.-]+)?", re.ASCII),
-        "a name or an address, without a port",
-    ),
-    "model_id": (re.compile(r"(?s).{1,512}"), "1..512 printable characters"),
-    "mm_items": (re.compile(r"compare|trust_prefill"), "compare or trust_prefill"),
-}
+def rows() -> dict[str, Row]:
+    """Return the settings by name, in the order of the page."""
+    return {item.name: item.metadata["row"] for item in fields(Settings) if "row" in item.metadata}
 
 
 def _wrong(name: str, value: Any, expected: str) -> SettingsError:
     return SettingsError(f"kv_connector_extra_config: {name} is {value!r}, expected {expected}")
-
-
-def _number(name: str, value: Any, kind: type[int] | type[float], low: float, high: float) -> float:
-    right = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
-    if not right or not math.isfinite(value) or not low <= value <= high:
-        raise _wrong(name, value, f"{kind.__name__} {low}..{high}")
-    return kind(value)
-
-
-def _addresses(value: Any) -> tuple[Address, ...]:
-    if isinstance(value, list) and all(isinstance(text, str) for text in value):
-        found = [
-            Address(host.removeprefix("[").removesuffix("]"), int(port))
-            for host, _, port in (text.rpartition(":") for text in value)
-            if host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16
-        ]
-        if len(found) == len(value):
-            return tuple(found)
-    raise _wrong("prefill_engines", value, "a list of host:port")
-
-
-def _allowed(value: Any) -> tuple[AllowedEngines, ...]:
-    if isinstance(value, list) and all(isinstance(text, str) for text in value):
-        found = [entry for text in value if (entry := AllowedEngines.read(text)) is not None]
-        if len(found) == len(value):
-            return tuple(found)
-    expected = "a list of hosts, addresses and networks, each with :port or without"
-    raise _wrong("allowed_prefill_engines", value, expected)
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not value or not all(isinstance(name, str) and name for name in value):
-        raise _wrong("backends", value, "a list of names")
-    return tuple(value)
