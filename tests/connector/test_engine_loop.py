@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
+from kvhma.vllm import internals
 from kvhma.vllm.scheduler import engine_loop
 from kvhma.vllm.scheduler.lease_table import OVERDUE_SECONDS
 from kvhma.vllm.wire.messages import Outcome
@@ -280,7 +281,7 @@ def test_without_a_loop_that_is_known_it_steps_on(missing, monkeypatch):
         assert not kvhma.needs_step()
         kvhma.on_request_finished(asked, tables(kvhma))
         if missing == "its queue":
-            monkeypatch.setattr(engine_loop, "_USED", ("no_such_name",))
+            monkeypatch.setattr(internals, "_LOOP", ("no_such_name",))
             loop = Loop(kvhma)
             until(lambda: loop.steps > 20)
             loop.close()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvhma.errors import KvhmaError, OtherPromptError, RequestError
 from kvhma.geometry import Span
 from kvhma.planning import live_entries
+from kvhma.vllm.internals import mark_uncacheable
 from kvhma.vllm.metadata import Failure, ReadCommand, StepMetadata, WorkerReport, merge_first_tokens
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.digests import DecodeDigests
@@ -24,7 +25,7 @@ from kvhma.vllm.scheduler.items import adopt_items
 from kvhma.vllm.scheduler.kept_turns import readable_part
 from kvhma.vllm.scheduler.lease_renewer import LeaseRenewer
 from kvhma.vllm.scheduler.load_machine import End, Load, LoadEffect, LoadEvent, Loads, LoadState, Purpose
-from kvhma.vllm.scheduler.prefix_cache import hit_blocks, mark_uncacheable
+from kvhma.vllm.scheduler.prefix_cache import hit_blocks
 from kvhma.vllm.scheduler.prompt import is_sample
 from kvhma.vllm.tracing import traceparent_of
 from kvhma.vllm.wire.messages import Outcome

@@ -12,12 +12,12 @@ blocks of ended leases: a new request makes the engine step, and each step frees
 
 from __future__ import annotations
 
-import inspect
 import threading
 import time
 from typing import TYPE_CHECKING
 
 from kvhma.vllm.counters import Counters
+from kvhma.vllm.internals import calling_engine, wake_up
 from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.threads import SupervisedThread
 
@@ -33,9 +33,6 @@ _TICK_SECONDS = 0.5
 
 _STEP_SECONDS = 5.0
 """After so long a sleeping engine makes a step in any case: a step reports the metrics."""
-
-_USED = ("input_queue", "is_running", "is_scheduler_paused")
-"""Attributes of vLLM's loop that are used here."""
 
 
 class EngineLoop:
@@ -77,7 +74,7 @@ class EngineLoop:
             self._due = False
             return False
         if not self._searched:
-            self._searched, self._engine = True, _calling_engine()
+            self._searched, self._engine = True, calling_engine()
         engine = self._engine
         if self._due or engine is None or not engine.is_running() or engine.is_scheduler_paused():
             return True
@@ -97,24 +94,6 @@ class EngineLoop:
 
     def _wake_up(self) -> None:
         """Make the loop ask :meth:`must_step` again. If it is in a step, it asks after that."""
-        from vllm.v1.engine import EngineCoreRequestType
-
         if self._engine is not None and not self._due:
             self._due = True
-            self._engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
-
-
-def _calling_engine() -> EngineCoreProc | None:
-    """Return the engine whose loop is the caller; None if no loop called, or if it lacks an attribute used here.
-
-    vLLM does not give its engine to connectors. The queue by which requests come also wakes a loop that waits for them.
-    """
-    from vllm.v1.engine.core import EngineCoreProc
-
-    frame = inspect.currentframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, EngineCoreProc):
-            return owner if all(hasattr(owner, name) for name in _USED) else None
-        frame = frame.f_back
-    return None
+            wake_up(self._engine)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from kvhma.errors import KvhmaError, RequestError
 from kvhma.geometry import Geometry, Span
 from kvhma.planning import live_spans
 from kvhma.text import one_line
+from kvhma.vllm.internals import shorten_prompt
 from kvhma.vllm.metadata import LocalWorkerIdentity, StepMetadata
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.digests import PrefillDigests
@@ -46,9 +46,6 @@ _UNREAD = {
 
 _MAX_NAMES = 8
 """At most so many requests are named in one log line."""
-
-_PROMPT_FIELDS = ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids")
-"""Fields of vLLM's request with an entry for each token of the prompt; None if the prompt has no such entries."""
 
 
 class PrefillScheduler:
@@ -345,31 +342,3 @@ def _some(ended: Sequence[EndedLease]) -> tuple[int, str]:
     """Return how many requests there are, and the first of their names; clients may have chosen these."""
     more = ", ..." if len(ended) > _MAX_NAMES else ""
     return len(ended), ", ".join(one_line(key.request_id) for key, _ in ended[:_MAX_NAMES]) + more
-
-
-def shorten_prompt(request: Request, num_tokens: int) -> None:
-    """Shorten a request to the first tokens of its prompt, and to one sampled token, which only ends it.
-
-    A recurrent state is that of the last computed token, and vLLM frees a block that a window has passed. So P must not
-    compute the tokens that D computes itself:
-
-        prompt       t0 t1 ... t(n-2) | t(n-1)
-        P computes   ----------------->                its state is that of t(n-2), its windows are those of t(n-1)
-        D computes                      ------> t(n)
-
-    The block hashes of the whole prompt stay: vLLM uses them only for computed tokens.
-    """
-    # Samples of a prompt share its lists if engine and front end are one process. A list without other users is cut in
-    # place: to copy a long one takes a third of a millisecond.
-    nobodys: list[int] = []
-    only_its_own = sys.getrefcount(nobodys) + 1
-    for name in _PROMPT_FIELDS:
-        tokens = getattr(request, name, None)
-        if isinstance(tokens, list) and sys.getrefcount(tokens) == only_its_own:
-            del tokens[num_tokens:]
-        elif tokens is not None:
-            setattr(request, name, tokens[:num_tokens])
-    # In place: the request's public view shows this list.
-    del request._all_token_ids[num_tokens:]
-    request.num_prompt_tokens = num_tokens
-    request.max_tokens = 1

@@ -12,26 +12,11 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
-from kvhma.errors import UnsupportedPairError
 from kvhma.vllm.formats import KINDS
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
-
-
-def check_manager(manager: KVCacheManager) -> None:
-    """Refuse a manager that offers no way to exclude blocks from the prefix cache.
-
-    Raises:
-        UnsupportedPairError: this version of vLLM counts cached blocks in another way.
-    """
-    for single in manager.coordinator.single_type_managers:
-        if not isinstance(getattr(single, "num_cached_block", None), dict):
-            raise UnsupportedPairError(
-                f"{type(single).__name__} of this vLLM has no num_cached_block, with which kvhma excludes partly "
-                "filled blocks from the prefix cache; use a version of docs/compatibility.md"
-            )
 
 
 def has_partial_hits(manager: KVCacheManager) -> bool:
@@ -63,20 +48,3 @@ def hit_blocks(table: Sequence[KVCacheBlock], start: int = 0) -> int:
         if not table[index].is_null and table[index].block_hash is None:
             return index
     return len(table)
-
-
-def mark_uncacheable(manager: KVCacheManager, request_id: str, group: int, token: int) -> None:
-    """Exclude the blocks of a loaded request that begin before a token from the prefix cache.
-
-    Call it before vLLM processes the end of the load, since it then gives blocks their hashes. vLLM takes these blocks
-    for cached already, and drops that count with the request.
-
-    Args:
-        manager: vLLM's.
-        request_id: the request.
-        group: index of the KV cache group.
-        token: first token from which on the blocks are filled.
-    """
-    single = manager.coordinator.single_type_managers[group]
-    blocks = -(-token // single.block_size)
-    single.num_cached_block[request_id] = max(blocks, single.num_cached_block.get(request_id, 0))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvhma.nixl import decode_handshake
 from kvhma.vllm.engine_facts import EngineFacts
+from kvhma.vllm.internals import check_manager
 from kvhma.vllm.metadata import LocalWorkerIdentity, StepMetadata, WorkerReport
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.scheduler.decode import DecodeScheduler
@@ -15,7 +16,7 @@ from kvhma.vllm.scheduler.engine_loop import STEPS_UNDER_WAY, EngineLoop
 from kvhma.vllm.scheduler.kept_turns import KeptTurns
 from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.scheduler.prefill import PrefillScheduler
-from kvhma.vllm.scheduler.prefix_cache import check_manager, has_partial_hits, hits_may_differ
+from kvhma.vllm.scheduler.prefix_cache import has_partial_hits, hits_may_differ
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.stats import StatsCollector, TransferStats
 from kvhma.vllm.wire.secrets import Secrets

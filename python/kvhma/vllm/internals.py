@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that the scheduler's part of the connector does to vLLM's objects without a hook of vLLM for it.
+
+Each function names the hook that is missing. docs/upstream.md has the text of the change that would add it. A version
+of vLLM in which one of them does not work is refused when the engine starts, or falls back to what is named here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import TYPE_CHECKING
+
+from kvhma.errors import UnsupportedPairError
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.request import Request
+
+_PROMPT_FIELDS = ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids")
+"""Fields of vLLM's request with an entry for each token of the prompt; None if the prompt has no such entries."""
+
+_LOOP = ("input_queue", "is_running", "is_scheduler_paused")
+"""Attributes of vLLM's loop that are used here."""
+
+
+# --- Missing: a connector wakes the engine ------------------------------------------------------------------------
+
+
+def calling_engine() -> EngineCoreProc | None:
+    """Return the engine whose loop is the caller; None if no loop called, or if it lacks an attribute used here.
+
+    vLLM does not give its engine to connectors. The queue by which requests come also wakes a loop that waits for them.
+    """
+    from vllm.v1.engine.core import EngineCoreProc
+
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, EngineCoreProc):
+            return owner if all(hasattr(owner, name) for name in _LOOP) else None
+        frame = frame.f_back
+    return None
+
+
+def wake_up(engine: EngineCoreProc) -> None:
+    """Have the loop of an engine ask its connector again whether it must make a step."""
+    from vllm.v1.engine import EngineCoreRequestType
+
+    engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+
+# --- Missing: a connector says from which token on a loaded block may be hashed -----------------------------------
+
+
+def check_manager(manager: KVCacheManager) -> None:
+    """Refuse a manager that offers no way to exclude blocks from the prefix cache.
+
+    Raises:
+        UnsupportedPairError: this version of vLLM counts cached blocks in another way.
+    """
+    for single in manager.coordinator.single_type_managers:
+        if not isinstance(getattr(single, "num_cached_block", None), dict):
+            raise UnsupportedPairError(
+                f"{type(single).__name__} of this vLLM has no num_cached_block, with which kvhma excludes partly "
+                "filled blocks from the prefix cache; use a version of docs/compatibility.md"
+            )
+
+
+def mark_uncacheable(manager: KVCacheManager, request_id: str, group: int, token: int) -> None:
+    """Exclude the blocks of a loaded request that begin before a token from the prefix cache.
+
+    Call it before vLLM processes the end of the load, since it then gives blocks their hashes. vLLM takes these blocks
+    for cached already, and drops that count with the request.
+
+    Args:
+        manager: vLLM's.
+        request_id: the request.
+        group: index of the KV cache group.
+        token: first token from which on the blocks are filled.
+    """
+    single = manager.coordinator.single_type_managers[group]
+    blocks = -(-token // single.block_size)
+    single.num_cached_block[request_id] = max(blocks, single.num_cached_block.get(request_id, 0))
+
+
+# --- Missing: a connector says how many tokens of a prompt the engine computes ------------------------------------
+
+
+def shorten_prompt(request: Request, num_tokens: int) -> None:
+    """Shorten a request to the first tokens of its prompt, and to one sampled token, which only ends it.
+
+    A recurrent state is that of the last computed token, and vLLM frees a block that a window has passed. So P must not
+    compute the tokens that D computes itself:
+
+        prompt       t0 t1 ... t(n-2) | t(n-1)
+        P computes   ----------------->                its state is that of t(n-2), its windows are those of t(n-1)
+        D computes                      ------> t(n)
+
+    The block hashes of the whole prompt stay: vLLM uses them only for computed tokens.
+    """
+    # Samples of a prompt share its lists if engine and front end are one process. A list without other users is cut in
+    # place: to copy a long one takes a third of a millisecond.
+    nobodys: list[int] = []
+    only_its_own = sys.getrefcount(nobodys) + 1
+    for name in _PROMPT_FIELDS:
+        tokens = getattr(request, name, None)
+        if isinstance(tokens, list) and sys.getrefcount(tokens) == only_its_own:
+            del tokens[num_tokens:]
+        elif tokens is not None:
+            setattr(request, name, tokens[:num_tokens])
+    # In place: the request's public view shows this list.
+    del request._all_token_ids[num_tokens:]
+    request.num_prompt_tokens = num_tokens
+    request.max_tokens = 1

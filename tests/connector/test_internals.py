@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the connector reaches into vLLM for is there, in the version that runs these tests, and documented."""
+
+from __future__ import annotations
+
+import ast
+import queue
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.request import Request
+
+from kvhma.vllm import internals
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/upstream.md").read_text(encoding="utf-8")
+
+
+def test_each_function_stands_on_the_page() -> None:
+    names = [
+        node.name for node in ast.parse(Path(internals.__file__).read_text()).body if isinstance(node, ast.FunctionDef)
+    ]
+    assert len(names) == 5
+    assert [name for name in names if f"`{name}`" not in PAGE] == []
+    for path in ("python/kvhma/vllm/internals.py", "python/kvhma/vllm/scheduler/held_blocks.py"):
+        assert (ROOT / path).is_file()
+        assert path in PAGE
+
+
+def test_the_loop_of_this_version_can_be_woken_up() -> None:
+    """`EngineCoreProc` has what `calling_engine` asks for; the queue is made in its constructor."""
+    assert all(hasattr(EngineCoreProc, name) for name in ("is_running", "is_scheduler_paused"))
+
+    class Engine(EngineCoreProc):
+        def __init__(self) -> None:
+            self.input_queue = queue.Queue()
+
+        def run(self) -> object:
+            return internals.calling_engine()
+
+        def __del__(self) -> None: ...
+
+    engine = Engine()
+    assert engine.run() is engine
+    internals.wake_up(engine)
+    assert engine.input_queue.get_nowait() == (EngineCoreRequestType.WAKEUP, None)
+    del engine.input_queue
+    assert engine.run() is None, "an engine without a queue cannot be woken up"
+    assert internals.calling_engine() is None
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_prompt_is_shortened_and_other_requests_keep_theirs(is_shared: bool) -> None:
+    tokens = list(range(40))
+    made = [Request(name, tokens if is_shared else list(tokens), SamplingParams(max_tokens=9), None) for name in "ab"]
+    internals.shorten_prompt(made[0], 39)
+    short, whole = made
+    assert (short.num_prompt_tokens, len(short.prompt_token_ids), short.num_tokens, short.max_tokens) == (39, 39, 39, 1)
+    assert list(short.all_token_ids) == list(range(39))
+    assert (whole.num_prompt_tokens, list(whole.all_token_ids), whole.prompt_token_ids) == (40, tokens, tokens)
+
+
+def test_a_version_without_the_count_of_cached_blocks_is_refused() -> None:
+    manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=[SimpleNamespace()]))
+    with pytest.raises(Exception, match="num_cached_block"):
+        internals.check_manager(manager)
