@@ -345,7 +345,7 @@ def compared(d: Engine, result: str) -> int:
 def read_pieces(d: Engine) -> int:
     """Tokens of all pieces that D has read of requests that it follows now, except the last piece of each."""
     followed = d.core("e2e_connector", "_kvhma_scheduler.decode._following.with_blocks")
-    return sum(int(tokens) for one in followed.values() for tokens in re.findall(r"\bbefore=(\d+),", one))
+    return sum(int(tokens) for one in followed.values() for tokens in re.findall(r"\bdone_before=(\d+),", one))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "nemotron_h"])
