@@ -60,7 +60,7 @@ class P:
             tickets=self.tickets,
         )
         if tickets is None:
-            self.tickets.on_progress = self.listener.tell
+            self.tickets.on_progress = self.listener.notify_progress
 
     def open(self, ticket: bytes) -> bool:
         return bool(self.tickets.open_ticket(ticket, ticket.hex(), self.source, 2, TOKENS, "a" * 32))

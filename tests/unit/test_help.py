@@ -112,15 +112,24 @@ def named(name: str, text: str) -> bool:
 
 
 def fields(node: ast.ClassDef) -> list[str]:
-    """The fields of a dataclass."""
+    """The fields of a dataclass, but for settings: each is a row with its meaning, of which a page is made."""
     if not any("dataclass" in ast.unparse(item) for item in node.decorator_list):
         return []
     found = [item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
+    found = [item for item in found if not is_row(item.value)]
     return [
         name
         for item in found
         if not (name := ast.unparse(item.target)).startswith("_") and "InitVar" not in ast.unparse(item.annotation)
     ]
+
+
+def is_row(value: ast.expr | None) -> bool:
+    """Whether a field is a row of settings, with a text of what it means."""
+    if not isinstance(value, ast.Call) or ast.unparse(value.func) != "_row":
+        return False
+    meaning = value.args[2]
+    return isinstance(meaning, ast.Constant) and isinstance(meaning.value, str) and len(meaning.value) > 10
 
 
 def error(node: ast.AST) -> str | None:

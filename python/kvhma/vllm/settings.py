@@ -123,7 +123,11 @@ _HOST = r"[A-Za-z0-9_][\w.-]{0,511}|[0-9A-Fa-f]{0,4}(:[0-9A-Fa-f.]{0,15}){2,8}(%
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of one engine. Each field has its `Row`; the page's table is made of them by ``tools/settings.py``."""
+    """Settings of one engine. Each field has its `Row`; the page's table is made of them by ``tools/settings.py``.
+
+    Attributes:
+        ignored: settings of vLLM's own connector that were given and have no effect here, each with the reason.
+    """
 
     kv_lease_duration: float = _row(30.0, _SECONDS, "seconds, on P")
     handshake_timeout: float = _row(
