@@ -23,11 +23,12 @@ from functools import cache
 from pathlib import Path
 
 from features import FEATURES, PROOFS, Feature
+from marks import Marks
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
 RECORD = ROOT / "docs" / "compatibility.json"
-BEGIN, END = "<!-- rows: made by tools/compatibility.py -->", "<!-- end of rows -->"
+MARKS = Marks(PAGE.name, "<!-- rows: made by tools/compatibility.py -->", "<!-- end of rows -->")
 FOLDERS = ("tests/nixl/", "tests/connector/", "tests/tensors/", "tests/e2e/")
 """Tests that depend on another package; all other tests in a report are left out."""
 
@@ -221,11 +222,7 @@ def filled(page: str, record: Record) -> str:
     Raises:
         ValueError: the page has lost its marks.
     """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{PAGE.name} has no line {BEGIN!r} followed by {END!r}")
-    return f"{before}{begin}\n{table(record)}\n{end}{after}"
+    return MARKS.filled(page, table(record))
 
 
 def main() -> int:

@@ -19,6 +19,8 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from marks import Marks
+
 from kvhma.cli.engine_options import EngineOptions
 from kvhma.cli.hand_off import HandOff, RequestOptions, of_model
 from kvhma.errors import KvhmaError, UnsupportedPairError
@@ -30,7 +32,7 @@ from kvhma.oracle.labels import first_needed
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "golden" / "differences.json"
 PAGE = ROOT / "README.md"
-BEGIN, END = "<!-- differences: made by tools/differences.py -->", "<!-- end of differences -->"
+MARKS = Marks(PAGE.name, "<!-- differences: made by tools/differences.py -->", "<!-- end of differences -->")
 TOKENS = 500
 PLANNED = "planned"
 NOTE = (
@@ -209,11 +211,7 @@ def filled(page: str, record: Mapping[str, Outcomes]) -> str:
     Raises:
         ValueError: it has no such marks.
     """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{PAGE.name} has no line {BEGIN!r} followed by {END!r}")
-    return f"{before}{begin}\n\n{table(record)}\n\n{end}{after}"
+    return MARKS.filled(page, f"\n{table(record)}\n")
 
 
 def load() -> dict[str, Outcomes]:

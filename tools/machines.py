@@ -14,11 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from marks import Marks
+
 from kvhma.vllm.scheduler import load_machine
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "one-request.md"
-BEGIN, END = "<!-- {name}: made by tools/machines.py -->", "<!-- end of {name} -->"
 
 Table = Mapping[tuple[Any, Any], tuple[Any, Sequence[Any]]]
 
@@ -53,11 +54,8 @@ def filled(page: str) -> str:
         "load events": named("event", load_machine.LoadEvent),
         "load effects": named("effect", load_machine.LoadEffect),
     }.items():
-        begin, end = BEGIN.format(name=name), END.format(name=name)
-        if begin not in page or end not in page:
-            raise ValueError(f"{PAGE.name} has no line {begin} or {end}")
-        before, rest = page.split(begin)
-        page = f"{before}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}"
+        marks = Marks(PAGE.name, f"<!-- {name}: made by tools/machines.py -->", f"<!-- end of {name} -->")
+        page = marks.filled(page, f"\n{text}\n")
     return page
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from marks import Marks
+
 from kvhma.vllm.settings import rows
 
 PAGE = Path(__file__).parents[1] / "docs" / "vllm.md"
-BEGIN, END = "<!-- settings: made by tools/settings.py -->", "<!-- end of settings -->"
+MARKS = Marks(PAGE.name, "<!-- settings: made by tools/settings.py -->", "<!-- end of settings -->")
 
 
 def table() -> str:
@@ -28,10 +30,7 @@ def filled(page: str) -> str:
     Raises:
         ValueError: it has no place for the table.
     """
-    if BEGIN not in page or END not in page:
-        raise ValueError(f"{PAGE.name} has no line {BEGIN} or {END}")
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.split(END)[1]}"
+    return MARKS.filled(page, f"\n{table()}\n")
 
 
 def main() -> int:

@@ -196,7 +196,7 @@ def test_the_page_has_a_row_for_each_setting() -> None:
     page = (Path(__file__).parents[2] / "docs/vllm.md").read_text(encoding="utf-8")
     assert settings.filled(page) == page
     with pytest.raises(ValueError, match="no line"):
-        settings.filled(page.replace(settings.END, ""))
+        settings.filled(page.replace(settings.MARKS.end, ""))
 
 
 def test_null_is_the_default() -> None:

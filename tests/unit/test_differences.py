@@ -31,7 +31,7 @@ def test_readme_has_the_table() -> None:
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     assert differences.filled(page, RECORD) == page
     with pytest.raises(ValueError, match=r"README\.md has no line"):
-        differences.filled(page.replace(differences.END, ""), RECORD)
+        differences.filled(page.replace(differences.MARKS.end, ""), RECORD)
 
 
 @pytest.mark.parametrize(
