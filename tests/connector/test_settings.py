@@ -199,5 +199,11 @@ def test_the_page_has_a_row_for_each_setting() -> None:
         settings.filled(page.replace(settings.MARKS.end, ""))
 
 
+def test_an_empty_text_is_none() -> None:
+    """A template of Kubernetes leaves `side_channel_host: ""` where nothing was set: the environment decides then."""
+    found = Settings.read({"side_channel_host": "", "kv_cache_layout": ""})
+    assert (found.side_channel_host, found.kv_cache_layout) == ("", "")
+
+
 def test_null_is_the_default() -> None:
     assert Settings.read(dict.fromkeys(rows())) == Settings()

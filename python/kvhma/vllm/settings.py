@@ -58,7 +58,16 @@ def _number(kind: type[int] | type[float], low: float, high: float) -> Kind:
     return Kind(f"{kind.__name__} {low}..{high}", read)
 
 
-def _text(form: str = "(?s).+", expected: str = "str") -> Kind:
+def _instance(kind: type[str] | type[bool]) -> Kind:
+    def read(value: Any) -> str | bool:
+        if not isinstance(value, kind):
+            raise ValueError(value)
+        return value
+
+    return Kind(kind.__name__, read)
+
+
+def _text(form: str, expected: str) -> Kind:
     def read(value: Any) -> str:
         if not isinstance(value, str) or not re.fullmatch(form, value, re.ASCII) or not value.isprintable():
             raise ValueError(value)
@@ -74,12 +83,6 @@ def _texts(expected: str, read: Callable[[str], Any]) -> Kind:
         return tuple(map(read, value))
 
     return Kind(expected, each)
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(value)
-    return value
 
 
 def _address(text: str) -> Address:
@@ -112,7 +115,8 @@ def _share(value: Any) -> float:
 
 
 _SHARES = {"off": 0.0, "all": 1.0}
-_FLAG = Kind("bool", _flag)
+_FLAG = _instance(bool)
+_STRING = _instance(str)
 _SECONDS = _number(float, 1, 86400)
 _PORT = _number(int, 1, 65535)
 _COUNT = _number(int, 0, 1 << 31)
@@ -243,7 +247,7 @@ class Settings:
         "100 while its thread starts loads",
     )
     side_channel_host: str | None = _row(
-        None, _text(), "where the scheduler listens", shown="`VLLM_NIXL_SIDE_CHANNEL_HOST`"
+        None, _STRING, "where the scheduler listens", shown="`VLLM_NIXL_SIDE_CHANNEL_HOST`"
     )
     side_channel_port: int | None = _row(
         None, _PORT, "its port; kvhma adds the data-parallel index", shown="`VLLM_NIXL_SIDE_CHANNEL_PORT`"
@@ -258,7 +262,7 @@ class Settings:
         None, _PORT, "its port for other engines; kvhma adds the data-parallel index", shown="`side_channel_port`"
     )
     kv_cache_layout: str | None = _row(
-        None, _text(), "layout to ask the engine for", shown="`LBHNC`, for MLA the engine's"
+        None, _STRING, "layout to ask the engine for", shown="`LBHNC`, for MLA the engine's"
     )
     model_id: str | None = _row(
         None,
