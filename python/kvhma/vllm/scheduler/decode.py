@@ -513,9 +513,8 @@ class DecodeScheduler:
     def wait_for_progress(self) -> None:
         """Wait a little for what pending loads need: progress of a followed prompt, or the digest of a prompt."""
         self._following.wait_for_progress(load.ticket for load in self.pending.values())
-        for load in self._loads.comparing():  # the thread makes one digest after the other
+        if (load := next(iter(self._loads.comparing()), None)) is not None:  # the thread makes one after the other
             self._context.prompts.is_ready(load.request_id, _DIGEST_SECONDS)
-            break
 
     def _claim_what_lasts(self) -> None:
         """Claim loads that wait for blocks, or take long to read."""
@@ -616,11 +615,15 @@ class DecodeScheduler:
     def _fall_back(self, load: Load, reason: str, text: str) -> None:
         """Let ``kv_load_failure_policy`` decide about a prompt that D cannot load; a prefill always computes it."""
         failure = Failure(reason, text, transient=False)
-        if load.purpose is Purpose.DECODE and not self._context.engine.recompute:
+        if self._is_computed_instead(load):
+            load.refusal = failure
+            self._move(load, LoadEvent.LOCAL)
+        else:
             self._fail(load, failure)
-            return
-        load.refusal = failure
-        self._move(load, LoadEvent.LOCAL)
+
+    def _is_computed_instead(self, load: Load) -> bool:
+        """Return whether D computes a prompt that it cannot load; if not, the request fails."""
+        return self._context.engine.recompute or load.purpose is Purpose.NEXT_TURN
 
     def _compute_unread(self, load: Load) -> None:
         """Leave a prompt to vLLM, which computes it anyway because its log-probabilities are asked for."""
@@ -661,8 +664,7 @@ class DecodeScheduler:
         elif effect in (LoadEffect.RELEASE, LoadEffect.RELEASE_UNREAD):
             self._release_claim(load, read=effect is LoadEffect.RELEASE)
         elif effect is LoadEffect.RELEASE_FAILED:
-            computes = self._context.engine.recompute or load.purpose is Purpose.NEXT_TURN
-            self._release_claim(load, read=computes or load.end is End.ABORTED)
+            self._release_claim(load, read=self._is_computed_instead(load) or load.end is End.ABORTED)
         elif effect is LoadEffect.RELEASE_UNNOTIFIED:
             # A claimed load is released in any case: a renewal in flight may have claimed it again.
             if load.claim is not None or not self._worker_has_notified(load):

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -311,7 +311,7 @@ class Loads:
         load.claim = claim
         self.unclaimed.pop(load.request_id, None)
 
-    def comparing(self) -> Iterable[Load]:
+    def comparing(self) -> list[Load]:
         """Return the loads whose prompts are not compared yet, in the order in which they came."""
         return list(self._comparing.values())
 
