@@ -135,9 +135,9 @@ def test_strangers_do_not_take_all_of_the_time(monkeypatch):
 
         engine = stack.enter_context(connect(at))
         assert is_served(engine)
-        strangers = [stack.enter_context(connect(at)) for _ in range(8)]
-        for stranger in strangers:
-            stranger.sendall(question[:2])
+        unanswered = [stack.enter_context(connect(at)) for _ in range(8)]
+        for peer in unanswered:
+            peer.sendall(question[:2])
         while served._accepting:
             served.serve()
         # It sleeps for as long as it worked: half of the clock's calls end a measurement.

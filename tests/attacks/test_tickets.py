@@ -271,8 +271,8 @@ def test_strangers_leave_room_for_known_addresses() -> None:
     assert made.start(known, lambda: 7) is not None
     assert done.wait(5)
     until(lambda: not made._running)
-    strangers = [made.start(Address("10.1.0.1", port), gate.wait) for port in range(1, 200)]
-    assert sum(one is not None for one in strangers) == calls.MAX_UNKNOWN_PEERS
+    calls_of_unknown = [made.start(Address("10.1.0.1", port), gate.wait) for port in range(1, 200)]
+    assert sum(one is not None for one in calls_of_unknown) == calls.MAX_UNKNOWN_PEERS
     assert made.start(known, gate.wait) is not None
     assert made.start(Address("10.2.0.1", 1), gate.wait) is None
     gate.set()

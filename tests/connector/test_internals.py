@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import queue
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -65,9 +64,3 @@ def test_a_prompt_is_shortened_and_other_requests_keep_theirs(is_shared: bool) -
     assert (short.num_prompt_tokens, len(short.prompt_token_ids), short.num_tokens, short.max_tokens) == (39, 39, 39, 1)
     assert list(short.all_token_ids) == list(range(39))
     assert (whole.num_prompt_tokens, list(whole.all_token_ids), whole.prompt_token_ids) == (40, tokens, tokens)
-
-
-def test_a_version_without_the_count_of_cached_blocks_is_refused() -> None:
-    manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=[SimpleNamespace()]))
-    with pytest.raises(Exception, match="num_cached_block"):
-        internals.check_manager(manager)

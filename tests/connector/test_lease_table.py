@@ -279,8 +279,8 @@ def test_the_bound_on_readers_keeps_nobody_out_by_guessing(table):
     key = add(table, "a")
     guessed = [LeaseKey("a", key.generation ^ (1 << bit)) for bit in range(64)]
     assert set(table.renew([LeaseClaim(guess, 1, digest_of(key)) for guess in guessed])) == {ENDED}
-    strangers = [claim(key, reader, bytes(16)) for reader in range(2 * lease_table.MAX_READERS)]
-    assert set(table.renew(strangers)) == {OTHER}
+    forged = [claim(key, reader, bytes(16)) for reader in range(2 * lease_table.MAX_READERS)]
+    assert set(table.renew(forged)) == {OTHER}
     assert renew(table, key, 7) is HELD
 
 

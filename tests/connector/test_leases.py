@@ -579,9 +579,9 @@ def test_an_answer_is_of_the_engine_that_was_read(clients, table):
         said.append(proof)
         raw.sendall(frame(Leases(states, proof if len(said) > 1 else None)))
 
-    with hostile(answer_for_p, connections=2) as stranger:
+    with hostile(answer_for_p, connections=2) as imitator:
         for _ in range(2):
-            theirs = ClientPool(stranger, 2, OPEN)
+            theirs = ClientPool(imitator, 2, OPEN)
             with pytest.raises(LeaseUnknownError, match="the answer is not of the engine that was read"):
                 ask(theirs, claim(key_of("victim")), proving=proving).check(0)
             theirs.close()

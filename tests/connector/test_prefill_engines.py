@@ -191,12 +191,12 @@ def test_a_hello_that_is_repeated_and_changed_locks_nobody_out(world, met, has_k
     """S7: a fake engine repeated P's identity with another `extra` before D had connected to P. From then on D took the
     real P for the fake one, and could not read from it any more."""
     workers = world.workers()
-    stranger, _ = new_agent_key()
+    other_key, _ = new_agent_key()
     remote = world.prefill(*workers)
     if met:
         assert world.acquire(remote)
     key = None if has_key else b""
-    fake = world.prefill(*[(changed(hello, public_key=key), stranger) for hello, _ in workers], instance=2)
+    fake = world.prefill(*[(changed(hello, public_key=key), other_key) for hello, _ in workers], instance=2)
     with pytest.raises(HandshakeError, match="was not signed by that agent" if has_key else "has no key"):
         world.acquire(fake)
     engine = world.acquire(remote)
@@ -541,8 +541,8 @@ def test_handshakes_that_nobody_answers_leave_the_operators_engines_their_room()
         world = World(max_peers=2, prefill_engines=[f"127.0.0.1:{port}"])
         try:
             for at in range(2):
-                stranger = Incarnation(Address("127.0.0.1", silent.getsockname()[1]), "x", at, None)
-                assert world.engines.acquire_engine(stranger, lambda error: None) is None
+                unknown = Incarnation(Address("127.0.0.1", silent.getsockname()[1]), "x", at, None)
+                assert world.engines.acquire_engine(unknown, lambda error: None) is None
             with pytest.raises(HandshakeTimeoutError, match=r"max_peers is 2, and 0 other.*and 2 are in a handshake"):
                 world.acquire(Incarnation(Address("127.0.0.1", 9), "x", 1, None))
             known = world.prefill(*world.workers(), at=Address("127.0.0.1", port))

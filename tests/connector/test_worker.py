@@ -799,7 +799,7 @@ def test_a_result_is_reported_once_whoever_says_it_again():
     results.fail_load("r", Failure("refused", "no", transient=False))
     results.fail_load("r", Failure("internal", "again", transient=False))
     results.succeed_load("r", {0: 1})
-    results.succeed_load("nobody", {})
+    results.succeed_load("unknown", {})
     ended, report = results.take_results()
     assert ended == {"r"}
     assert (report.failures["r"].cause, report.first_tokens) == ("refused", {})

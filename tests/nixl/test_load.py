@@ -87,8 +87,8 @@ def test_what_is_wrong_is_said_before_anything_is_written(ranks: tuple[Rank, Ran
     for wrong in ([peers[0], None], [peers[0]], []):
         with pytest.raises(RequestError, match=r"source \d is read from, but peers has no peer"):
             load(d.agent, wrong, transfer)
-    with Agent("other") as stranger, pytest.raises(RequestError, match="is not registered with agent 'other'"):
-        load(stranger, peers, transfer)
+    with Agent("other") as unregistered, pytest.raises(RequestError, match="is not registered with agent 'other'"):
+        load(unregistered, peers, transfer)
     with pytest.raises(RequestError, match="is not registered"):
         load(d.agent, peers, transfer, memory="VRAM")
     assert np.array_equal(d.memory, before)
