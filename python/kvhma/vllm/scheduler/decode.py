@@ -160,8 +160,7 @@ class DecodeScheduler:
         """Add a load of a prompt that P has computed. D notifies P only if D's prompt is the same."""
         request = load.request
         try:
-            if params.get("do_remote_decode"):
-                raise RequestError("kv_transfer_params: do_remote_prefill and do_remote_decode are both set")
+            _check_one_way(params)
             remote = PrefillParams.from_params(
                 params, self._context.secrets, num_prompt_tokens=request.num_prompt_tokens
             )
@@ -195,9 +194,9 @@ class DecodeScheduler:
             self._fail(load, _refused(str(error)))
 
     def _ticket(self, params: dict[str, Any]) -> Ticket:
-        ticket = read_ticket(params)
-        if ticket is None or params.get("do_remote_decode"):
-            raise RequestError("kv_transfer_params: do_remote_prefill and do_remote_decode are both set")
+        _check_one_way(params)
+        if (ticket := read_ticket(params)) is None:
+            raise RequestError(f"kv_transfer_params: {TICKET} is missing")
         self._check_source(ticket.address)
         return ticket
 
@@ -536,19 +535,18 @@ class DecodeScheduler:
 
     def _note_report(self, report: WorkerReport) -> None:
         """Note what some ranks report of reads that they have ended."""
-        for request_id, tokens in report.first_tokens.items():
-            if (load := self.pending.get(request_id)) is not None and load.attempt is not None:
-                load.attempt.first_tokens = merge_first_tokens(load.attempt.first_tokens, tokens)
-        for request_id in report.verified_by_board:
-            if (load := self.pending.get(request_id)) is not None and load.attempt is not None:
-                load.attempt.verified_by_board = True
+        for request_id in {*report.first_tokens, *report.verified_by_board, *report.failures}:
+            load = self.pending.get(request_id)
+            if load is None or load.attempt is None:
+                continue
+            attempt, failure = load.attempt, report.failures.get(request_id)
+            attempt.first_tokens = merge_first_tokens(attempt.first_tokens, report.first_tokens.get(request_id, {}))
+            attempt.verified_by_board |= request_id in report.verified_by_board
+            attempt.rank_failed |= failure is not None
+            if failure is not None and not failure.transient:
+                load.refusal = load.refusal or failure
         for request_id, ranks in report.pieces.items():
             self._following.on_piece_read(request_id, ranks, report.lost_pieces.get(request_id, ""))
-        for request_id, failure in report.failures.items():
-            if (load := self.pending.get(request_id)) is not None and load.attempt is not None:
-                load.attempt.rank_failed = True
-                if not failure.transient:
-                    load.refusal = load.refusal or failure
         if self._context.settings.content_digests:
             self._metadata.verdicts |= self._digests.verdicts(report)
 
@@ -710,6 +708,11 @@ def _beyond(load: Load, local: int) -> tuple[int, bool]:
 
 def _refused(text: str) -> Failure:
     return Failure("refused", text, transient=False)
+
+
+def _check_one_way(params: Mapping[str, Any]) -> None:
+    if params.get("do_remote_decode"):
+        raise RequestError("kv_transfer_params: do_remote_prefill and do_remote_decode are both set")
 
 
 def _bounded(remote: PrefillParams) -> PrefillParams:
