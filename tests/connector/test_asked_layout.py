@@ -39,6 +39,7 @@ MINICPM3 = {
     "qk_nope_head_dim": 64,
     "qk_rope_head_dim": 32,
     "v_head_dim": 64,
+    "max_position_embeddings": 512,
     "scale_emb": 12,
     "scale_depth": 1.4,
     "dim_model_base": 256,
@@ -93,6 +94,9 @@ def test_what_neither_takes(tmp_path: Path) -> None:
     line = refused("plan", save(tmp_path, form))
     assert "kv_lora_rank 256" in line
     assert "vLLM does not make this model" in line
+    assert "NobodysForCausalLM" in line
+    assert "Supported architectures" not in line
+    assert len(line) < 600
 
 
 def hangs(pipe: Connection, *_: object) -> None:

@@ -25,6 +25,9 @@ Layout: TypeAlias = Literal["auto", "vllm", "table"]
 TABLE = "table"
 _SECONDS = 120.0
 
+_MAX_REASON = 300
+"""Most characters of vLLM's reason."""
+
 
 @dataclass(frozen=True, slots=True)
 class AskedModel:
@@ -141,5 +144,12 @@ def _answer(pipe: Connection, name: str, form: dict[str, Any], tp_sizes: list[in
     except KvhmaError as error:
         pipe.send(error)
     except Exception as error:
-        first = " ".join(str(error).split())[:300]
-        pipe.send(ConfigError(f"vLLM does not make this model: {type(error).__name__}: {first}"))
+        pipe.send(ConfigError(f"vLLM does not make this model: {_reason(error)}"))
+
+
+def _reason(error: Exception) -> str:
+    """Return vLLM's reason in one short line, without the input and the list of models that its errors repeat."""
+    details = error.errors() if hasattr(error, "errors") else []
+    text = details[0]["msg"].removeprefix("Value error, ") if details else f"{type(error).__name__}: {error}"
+    line = " ".join(text.split()).partition(" Supported architectures:")[0]
+    return line if len(line) <= _MAX_REASON else line[:_MAX_REASON].rpartition(" ")[0] + " ..."

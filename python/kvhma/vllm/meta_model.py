@@ -19,6 +19,7 @@ import contextlib
 import hashlib
 import importlib
 import json
+import os
 import re
 import shutil
 import sys
@@ -130,7 +131,9 @@ def _config(form: Mapping[str, Any], more: dict[str, Any]) -> Any:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(text)
     arguments: dict[str, Any] = {"load_format": "dummy", "enforce_eager": True, "max_model_len": 1024}
-    return EngineArgs(model=str(folder), skip_tokenizer_init=True, **(arguments | more)).create_engine_config()
+    # No cache depends on the length, and a model may have fewer positions.
+    with mock.patch.dict(os.environ, VLLM_ALLOW_LONG_MAX_MODEL_LEN="1"):
+        return EngineArgs(model=str(folder), skip_tokenizer_init=True, **(arguments | more)).create_engine_config()
 
 
 @cache
