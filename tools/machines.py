@@ -17,6 +17,7 @@ from typing import Any
 from marks import Marks
 
 from kvhma.vllm.scheduler import load_machine
+from kvhma.vllm.worker import read_machine
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "one-request.md"
@@ -53,6 +54,9 @@ def filled(page: str) -> str:
         "loads": drawn(load_machine.TABLE),
         "load events": named("event", load_machine.LoadEvent),
         "load effects": named("effect", load_machine.LoadEffect),
+        "reads": drawn(read_machine.TABLE),
+        "read events": named("event", read_machine.ReadEvent),
+        "read effects": named("effect", read_machine.ReadEffect),
     }.items():
         marks = Marks(PAGE.name, f"<!-- {name}: made by tools/machines.py -->", f"<!-- end of {name} -->")
         page = marks.filled(page, f"\n{text}\n")

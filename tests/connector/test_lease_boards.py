@@ -31,7 +31,7 @@ from kvhma.vllm.wire.client import Client
 from kvhma.vllm.wire.lease_board import BOARD_BYTES, MARK_BYTES, OPENED, BoardFile, LeaseBoard, mark_of
 from kvhma.vllm.wire.messages import Finish, Outcome, Renew
 from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey
-from kvhma.vllm.worker import board_reader, polling
+from kvhma.vllm.worker import board_reader
 from kvhma.vllm.worker.board_reader import BoardMemory
 from support.engines.engine import free_port
 from support.identity import IDENTITY
@@ -329,14 +329,9 @@ def test_a_board_that_nobody_opened_is_read_once(board, d, asked, monkeypatch):
 def test_a_lease_that_ended_during_the_read_is_not_on_the_board(p, d, asked, monkeypatch):
     """The mark was there when the read began. D asks P, and P answers no."""
     remote = p.remote("r", [2])
-    poll_reads = polling.LoadPoller._poll_reads
-
-    def ends(self, active):
-        poll_reads(self, active)
-        if active.read_at is not None:
-            p.leases.end_all()
-
-    monkeypatch.setattr(polling.LoadPoller, "_poll_reads", ends)
+    results = d.worker._results
+    note = results.note_load_read
+    monkeypatch.setattr(results, "note_load_read", lambda: (note(), p.leases.end_all()))
     d.start(r=(remote, [5]))
     assert d.ended("r") == {"r": "expired"}
     assert asked == [1]

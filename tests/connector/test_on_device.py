@@ -11,7 +11,6 @@ import copy
 import itertools
 import threading
 import time
-from collections import deque
 
 import numpy as np
 import pytest
@@ -43,7 +42,9 @@ from kvhma.vllm.slots import SlotRanges
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, random_id
 from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.server import Listener, LocalEngine
-from kvhma.vllm.worker.active_load import ActiveLoad
+from kvhma.vllm.worker import read_steps
+from kvhma.vllm.worker.read_machine import ReadState
+from kvhma.vllm.worker.read_pump import ReadPump
 from support.cache.engine import vllm_config_of
 from support.counted import Counted
 from support.engines.engine import free_port
@@ -91,6 +92,8 @@ class Engine:
         tensor = KVCacheTensor(raw.numel(), list(LAYERS), layer_stride=strides[0], block_stride=strides[1])
         views = create_kv_cache_views(raw, spec, BLOCKS, KVCacheLayout.LBHNC, tensor)
         self.raw = raw
+        self.received: set[str] = set()
+        self.failed: set[str] = set()
         # As bits: some random floats are NaN, which equals nothing.
         self.caches = [view.view(torch.int16) for view in views]
         config = copy.deepcopy(vllm_config_of(name, False, "kv_both"))
@@ -109,17 +112,14 @@ class Engine:
         self.connector.wait_for_save()
         results = self.connector.get_transfer_results(set())
         self.connector.clear_connector_metadata()
+        self.received |= results.finished_recving or set()
+        self.failed |= results.failed_recving or set()
         return results
 
     def until_received(self, *names):
-        received, failed = set(), set()
-
-        def step():
-            results = self.step(idle=True)
-            received.update(results.finished_recving)
-            failed.update(results.failed_recving)
-
-        until(lambda: received == set(names), step)
+        """Step until loads have ended since the last call; return those that failed."""
+        until(lambda: self.received == set(names), lambda: self.step(idle=True))
+        failed, self.failed, self.received = self.failed, set(), set()
         return failed
 
 
@@ -192,6 +192,10 @@ def expected_after_loading(p, before, tokens):
     return caches
 
 
+def waits_for_device(d):
+    return [read for read in d.connector._worker._pump._reads if read.state is ReadState.ZEROING]
+
+
 def equal(found, expected):
     return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
@@ -209,9 +213,9 @@ def test_a_load_comes_after_the_steps_before_it_and_not_after_its_own(p, d, devi
     device.engine.put(write_late, written.is_set)
     results = d.step(p.load("r", tokens=tokens), launch=lambda: device.engine.put(lambda: None, ended.is_set))
     assert not results.finished_recving
-    until(lambda: d.connector._worker._loader._zeroing)
+    until(lambda: waits_for_device(d))
     time.sleep(0.2)
-    assert "nixl.initialize_xfer" not in [call.what for call in device.calls if call.thread == "kvhma-load"]
+    assert "nixl.initialize_xfer" not in [call.what for call in device.calls if call.thread == "kvhma-reads"]
     assert equal(d.caches, before), "nothing is zeroed before it may be"
     written.set()
     assert d.until_received("r") == set()
@@ -232,19 +236,19 @@ def test_what_is_asked_of_the_device_in_a_load_and_in_which_order(p, d, device):
     device.calls.clear()
     d.step(p.load("r"))
     assert d.until_received("r") == set()
-    engine, thread = threading.current_thread().name, "kvhma-load"
+    engine, thread = threading.current_thread().name, "kvhma-reads"
     calls = [(call.thread, call.what, call.of) for call in device.calls if call.thread in (engine, thread)]
     (mark, of_engine) = next(of for name, what, of in calls if (name, what) == (engine, "record"))
     assert of_engine is device.engine
-    by_loader = [(what, of) for name, what, of in calls if name == thread]
-    names = [what for what, _ in by_loader]
+    by_pump = [(what, of) for name, what, of in calls if name == thread]
+    names = [what for what, _ in by_pump]
     assert names[:3] == ["wait", "zero", "record"]
-    own, after = by_loader[0][1]
-    done, recorded_on = by_loader[2][1]
-    assert own is by_loader[1][1] is recorded_on is not device.engine
+    own, after = by_pump[0][1]
+    done, recorded_on = by_pump[2][1]
+    assert own is by_pump[1][1] is recorded_on is not device.engine
     assert after is mark
     assert names.index("done") < names.index("nixl.initialize_xfer") < names.index("nixl.transfer")
-    assert by_loader[names.index("done")][1] is done
+    assert by_pump[names.index("done")][1] is done
     assert names.count("zero") == 1, "one launch for all ranges"
 
 
@@ -262,8 +266,7 @@ def test_every_thread_chooses_the_device_first_and_none_waits_for_all_of_it(p, s
         by_thread.setdefault(call.thread, []).append(call)
     engine = by_thread.pop(threading.current_thread().name)
     assert by_thread.keys() == {
-        "kvhma-load",
-        "kvhma-poll",
+        "kvhma-reads",
         "kvhma-handshake",
         "kvhma-preconnect",
         "kvhma-notifications",
@@ -292,7 +295,7 @@ def test_a_load_that_the_device_holds_up_holds_up_no_other(p, d, device):
     go_on = threading.Event()
     device.engine.put(lambda: None, go_on.is_set)
     d.step(p.load("waits"))
-    until(lambda: d.connector._worker._loader._zeroing)
+    until(lambda: waits_for_device(d))
     d.step(p.load("wrong", blocks=[BLOCKS, 1, 2]))
     assert d.until_received("wrong") == {"wrong"}
     go_on.set()
@@ -308,29 +311,30 @@ def test_a_load_that_failed_is_not_reported_while_the_device_may_write(p, d, dev
     device.engine.put(lambda: None, go_on.is_set)
     raised = []
 
-    def raise_once(active, then):
-        if not raised:
-            raised.append(active)
+    def raise_once(read, function, *args):
+        if not raised and read.launched is not None:
+            raised.append(read)
             raise RuntimeError("between the launch and the post")
-        return then(active)
+        return function(*args)
 
     if where == "in the load":
-        is_done = ActiveLoad.is_device_done
-        monkeypatch.setattr(ActiveLoad, "is_device_done", lambda active: raise_once(active, is_done))
+        ended = read_steps._device_ended
+        monkeypatch.setattr(read_steps, "_device_ended", lambda read, event: raise_once(read, ended, read, event))
     else:
-        loader = d.connector._worker._loader
+        drive = ReadPump._drive
 
-        class Queue(deque):
-            def append(self, active):
-                raise_once(active, super().append)
+        def drives(pump, reads, **more):
+            drive(pump, reads, **more)
+            for read in reads:
+                raise_once(read, len, "")
 
-        loader._zeroing = Queue()
+        monkeypatch.setattr(ReadPump, "_drive", drives)
     d.step(p.load("r"))
     until(lambda: raised)
     time.sleep(0.2)
     assert d.step(idle=True).finished_recving == set()
     go_on.set()
-    assert d.until_received("r") == {"r"}
+    assert d.until_received("r") == ({"r"} if where == "in the load" else set()), "a thread that restarts fails no read"
 
 
 def test_a_device_that_fails_fails_its_loads(p, d, device, monkeypatch):

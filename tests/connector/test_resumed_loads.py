@@ -17,8 +17,8 @@ from kvhma.nixl import Agent
 from kvhma.vllm.metadata import StepMetadata
 from kvhma.vllm.stats import TransferStats
 from kvhma.vllm.wire.params import Address
-from kvhma.vllm.worker import active_load, loading
-from kvhma.vllm.worker.active_load import parts_of
+from kvhma.vllm.worker import read_parts, read_steps
+from kvhma.vllm.worker.read_parts import parts_of
 from support.engines.engine import free_port
 from support.waiting import until
 
@@ -35,7 +35,7 @@ def p():
 
 @pytest.fixture
 def d(monkeypatch):
-    monkeypatch.setattr(active_load, "PART_BYTES", PAGE)
+    monkeypatch.setattr(read_parts, "PART_BYTES", PAGE)
     made = Decode(max_descriptors=PAGES)
     yield made
     made.worker.close()
@@ -146,7 +146,7 @@ def test_caches_that_lie_elsewhere_after_the_new_handshake(p, d, reads, monkeypa
     """The first half came from other addresses than the rest would."""
     reads.lost = {1: PeerLostError("cut off")}
     answers = iter((parts_of, lambda *of: parts_of(*of)[::-1]))
-    monkeypatch.setattr(loading, "parts_of", lambda *of: next(answers)(*of))
+    monkeypatch.setattr(read_steps, "parts_of", lambda *of: next(answers)(*of))
     d.start(a=(p.remote("a", BLOCKS), BLOCKS))
     assert d.ended("a") == {"a": "peer_lost"}
     assert len(reads.rows) == len(BLOCKS)
@@ -170,7 +170,7 @@ def test_a_piece_is_not_read_again(p, d, reads):
 
 @pytest.mark.parametrize("part_bytes", [1, PAGE, 2 * PAGE, 5 * PAGE, 1 << 40])
 def test_parts_are_all_of_a_transfer_in_order(p, monkeypatch, part_bytes):
-    monkeypatch.setattr(active_load, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(read_parts, "PART_BYTES", part_bytes)
     transfer = plan(p.geometry, [p.geometry], max_descriptors=PAGES).transfer(
         len(BLOCKS), [Span(0, BLOCKS)], [Span(0, BLOCKS[::-1])]
     )

@@ -127,7 +127,7 @@ def test_the_log_line_shows_what_is_kept():
         one.gauge("held_leases", held)
         one.gauge("oldest_unread_seconds", held * 1.2345)
         one.count("expired", label="unclaimed")
-        one.count("thread_restarts", label="kvhma-load")
+        one.count("thread_restarts", label="kvhma-reads")
         log.observe(sent(one))
     lines = []
     log.log(lambda *args: lines.append(args[-1]))
@@ -135,7 +135,7 @@ def test_the_log_line_shows_what_is_kept():
     assert "Held leases=3" in line
     assert "Oldest unread seconds=3.7" in line
     assert "Expired (unclaimed)=3" in line
-    assert "Thread restarts (kvhma-load)=3" in line
+    assert "Thread restarts (kvhma-reads)=3" in line
     assert "Pinned blocks" not in line
 
 

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 pytest.importorskip("torch")
 
+from kvhma.errors import PeerLostError
 from kvhma.geometry import Geometry, Span
 from kvhma.nixl import Agent, key_hash
 from kvhma.oracle import cases
@@ -32,9 +33,10 @@ from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, random_id
 from kvhma.vllm.wire.proofs import new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.server import Listener, LocalEngine
-from kvhma.vllm.worker import board_reader, lease, loading, polling, preconnect
-from kvhma.vllm.worker.active_load import ReadPart
+from kvhma.vllm.worker import board_reader, lease, lease_checks, preconnect, read_parts, read_pump, read_steps
 from kvhma.vllm.worker.context import WorkerContext
+from kvhma.vllm.worker.read_machine import ReadState
+from kvhma.vllm.worker.read_parts import ReadPart
 from kvhma.vllm.worker.results import LoadResults
 from kvhma.vllm.worker.spans import Spans
 from kvhma.vllm.worker.worker import KvhmaWorker
@@ -129,9 +131,9 @@ class Decode:
         self.worker.be_ready()
 
     def start(self, *, at_once: bool = False, idle: bool = False, **loads: tuple[PrefillParams, list[int]]) -> None:
-        """Start loads; with `at_once` the calling thread reads short ones, else the loader's thread does."""
+        """Start loads; with `at_once` the calling thread reads short ones, else the pump does."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loading, "_AT_ONCE_SECONDS", 20.0 if at_once else 0.0)
+            patch.setattr(read_pump, "_AT_ONCE_SECONDS", 20.0 if at_once else 0.0)
             self.worker.start_loads(StepMetadata([load(name, *of) for name, of in loads.items()], idle=idle))
 
     def ended(self, *names: str) -> dict[str, str]:
@@ -200,11 +202,17 @@ def test_loads_of_a_step_are_read_and_reported_once(p, d, monkeypatch):
     assert stats.data["handshakes"] == 1
 
 
-def test_the_loader_takes_short_turns_while_it_starts_loads(p, d, monkeypatch):
+def test_the_pump_takes_short_turns_while_it_starts_loads(p, d, monkeypatch):
     """Formerly it waited beside a computing step up to 5 ms for Python's lock, ten times for each load."""
     intervals = []
-    post = loading.Loader._post
-    monkeypatch.setattr(loading.Loader, "_post", lambda *a: (intervals.append(sys.getswitchinterval()), post(*a))[1])
+    waits = d.worker._pump._steps._waits
+    post = waits[ReadState.POSTING]
+
+    def posts(read):
+        intervals.append(sys.getswitchinterval())
+        return post(read)
+
+    monkeypatch.setitem(waits, ReadState.POSTING, posts)
     before = sys.getswitchinterval()
     d.start(a=(p.remote("a", [1]), [1]))
     assert d.ended("a") == {}
@@ -257,7 +265,7 @@ def test_a_load_whose_request_is_traced_has_spans(p, d, monkeypatch):
         traced = load(name, p.remote(name, [theirs]), [2])._replace(trace=trace)
         d.worker.start_loads(StepMetadata([traced]))
         assert d.ended(name) == cause
-    until(lambda: len(taken) == 2)
+    until(lambda: len(taken) == 2, d.worker.take_stats)
     good, bad = taken
     order = [good.ordered_at, good.planned_at, good.post_began, good.posted_at, good.read_at, good.ended_at]
     assert order == sorted(order)
@@ -313,8 +321,8 @@ def test_an_idle_step_waits_for_all_loads(d, silent, waits):
 
 
 def test_a_busy_step_waits_for_short_loads_that_it_has_started(p, d, waits, monkeypatch):
-    """Formerly each step with loads held up the engine for 2 ms, for loads of the loader's thread (P1)."""
-    monkeypatch.setattr(loading, "_SHORT_BLOCKS", 1)
+    """Formerly each step with loads held up the engine for 2 ms, for loads of another thread (P1)."""
+    monkeypatch.setattr(read_pump, "_SHORT_BLOCKS", 1)
     d.start(met=(p.remote("met", [1]), [1]))
     assert d.ended("met") == {}
     waits.clear()
@@ -425,7 +433,7 @@ def stop_clock(monkeypatch) -> None:
     """Stop the clock of D's worker, as a virtual machine's clock stops while it is suspended."""
     now = time.monotonic()
     clock = SimpleNamespace(monotonic=lambda: now, sleep=time.sleep)
-    for module in (lease, polling, loading):
+    for module in (lease, lease_checks, read_pump, read_steps):
         monkeypatch.setattr(module, "time", clock)
 
 
@@ -531,22 +539,24 @@ def raises_once(monkeypatch, owner, name: str, error: BaseException, *, after: b
 
 IN_A_LOAD = {
     "find the engine": lambda worker: (worker._engines, "_find"),
-    "find room": lambda worker: (worker._loader._memory, "take_places"),
-    "zero": lambda worker: (worker._loader._memory, "zero"),
-    "post": lambda worker: (worker._loader._agent, "read"),
+    "find room": lambda worker: (worker._pump._steps._memory, "take_places"),
+    "zero": lambda worker: (worker._pump._steps._memory, "zero"),
+    "post": lambda worker: (worker._agent, "read"),
     "poll": lambda worker: (HeldRead, "poll"),
     "claim": lambda worker: (PrefillParams, "claim"),
-    "ask": lambda worker: (polling, "LeaseQuestion"),
+    "ask": lambda worker: (lease_checks, "LeaseQuestion"),
     "poll the answer": lambda worker: (lease.LeaseQuestion, "poll"),
     "check the answer": lambda worker: (lease.LeaseQuestion, "check"),
-    "copy": lambda worker: (worker._poller._memory, "copy_in"),
-    "leave room": lambda worker: (worker._poller._memory, "release_places"),
+    "copy": lambda worker: (worker._pump._steps._memory, "copy_in"),
+    "leave room": lambda worker: (worker._pump._steps._memory, "release_places"),
     "release of the engine": lambda worker: (worker._engines, "release_engine"),
+    "note": lambda worker: (worker._results, "note_load_read"),
+    "report": lambda worker: (worker._results, "succeed_load"),
 }
 """The calls of a load."""
 
 
-@pytest.mark.parametrize("at_once", [False, True], ids=["loader", "engine"])
+@pytest.mark.parametrize("at_once", [False, True], ids=["pump", "engine"])
 @pytest.mark.parametrize(
     ("what", "kind"),
     [*((what, Panic) for what in IN_A_LOAD), ("post", PanicText), ("post", SystemExit), ("post", RuntimeError)],
@@ -577,13 +587,13 @@ def test_whatever_is_raised_in_a_load_ends_that_load(p, d, held_reads, monkeypat
     ("changes", "thread"),
     [
         ({}, "MainThread"),
-        ({"may_wait": False}, "kvhma-load"),
-        ({"short": 1}, "kvhma-load"),
+        ({"may_wait": False}, "kvhma-reads"),
+        ({"short": 1}, "kvhma-reads"),
         ({"short": 1, "idle": PAGE}, "MainThread"),
-        ({"short": 1, "idle": 1}, "kvhma-load"),
-        ({"no_room": True}, "kvhma-load"),
-        ({"at_once": False}, "kvhma-load"),
-        ({"reading": True}, "kvhma-load"),
+        ({"short": 1, "idle": 1}, "kvhma-reads"),
+        ({"no_room": True}, "kvhma-reads"),
+        ({"at_once": False}, "kvhma-reads"),
+        ({"reading": True}, "kvhma-reads"),
     ],
     ids=str,
 )
@@ -593,30 +603,31 @@ def test_who_reads_a_load(p, monkeypatch, changes, thread):
     An idle step waits for longer loads too, but not while other reads are in flight: NIXL copies for all reads in
     flight when any of them is polled.
     """
-    monkeypatch.setattr(loading, "_SHORT_BYTES", changes.get("short", PAGE))
-    monkeypatch.setattr(loading, "_IDLE_BYTES", changes.get("idle", PAGE))
+    monkeypatch.setattr(read_pump, "_SHORT_BYTES", changes.get("short", PAGE))
+    monkeypatch.setattr(read_pump, "_IDLE_BYTES", changes.get("idle", PAGE))
     # On a busy machine P answers later than a step waits.
-    monkeypatch.setattr(polling, "_STAY_SECONDS", 20.0)
+    monkeypatch.setattr(read_pump, "_STAY_SECONDS", 20.0)
     monkeypatch.setattr(board_reader, "_LATE_SECONDS", 20.0)
     d = Decode(may_wait=changes.get("may_wait", True))
     try:
         d.start(met=(p.remote("met", [1]), [1]))
         assert d.ended("met") == {}
         names = []
-        read, take = d.worker._loader._agent.read, d.worker._loader._memory.take_places
+        steps = d.worker._pump._steps
+        read, take = d.worker._agent.read, steps._memory.take_places
         monkeypatch.setattr(
-            d.worker._loader._agent,
+            d.worker._agent,
             "read",
             lambda *args, **more: names.append(threading.current_thread().name) or read(*args, **more),
         )
-        planned, plan = [], d.worker._loader._plan
+        planned, plan = [], steps._planned
         monkeypatch.setattr(
-            d.worker._loader, "_plan", lambda active: planned.append(threading.current_thread().name) or plan(active)
+            steps, "_planned", lambda read: planned.append(threading.current_thread().name) or plan(read)
         )
         if changes.get("reading"):
             monkeypatch.setattr(Agent, "is_reading", True)
         full = [None] if changes.get("no_room") else []
-        monkeypatch.setattr(d.worker._loader._memory, "take_places", lambda spans: full.pop() if full else take(spans))
+        monkeypatch.setattr(steps._memory, "take_places", lambda spans: full.pop() if full else take(spans))
         d.start(a=(p.remote("a", [2]), [2]), at_once=changes.get("at_once", True), idle="idle" in changes)
         if thread == "MainThread":
             assert d.worker._results.take_results()[0] == {"a"}, "it had ended when it was ordered"
@@ -624,7 +635,7 @@ def test_who_reads_a_load(p, monkeypatch, changes, thread):
             assert d.ended("a") == {}
         assert names == [thread]
         if "short" in changes and thread != "MainThread":
-            assert planned == ["kvhma-load"], "what is not short costs the engine nothing"
+            assert planned == ["kvhma-reads"], "what is not short costs the engine nothing"
         assert np.array_equal(d.pages([2]), p.memory.reshape(PAGES, PAGE)[[2]])
     finally:
         d.worker.close()
@@ -632,30 +643,29 @@ def test_who_reads_a_load(p, monkeypatch, changes, thread):
 
 def test_what_a_load_took_is_counted_beside_the_engine(p, d, monkeypatch):
     """Formerly the engine's thread, which reads short loads, measured them before it reported that they had ended."""
-    names, measure = [], d.worker._poller._measure
-    monkeypatch.setattr(
-        d.worker._poller, "_measure", lambda *of: (names.append(threading.current_thread().name), measure(*of))
-    )
+    metrics = d.worker._pump._metrics
+    names, measure = [], metrics.measure
+    monkeypatch.setattr(metrics, "measure", lambda read: (names.append(threading.current_thread().name), measure(read)))
     d.start(met=(p.remote("met", [1]), [1]))
     assert d.ended("met") == {}
     d.start(a=(p.remote("a", [2]), [2]), at_once=True)
     assert d.ended("a") == {}
     counted(d, "load_seconds", 2)
-    assert names == ["kvhma-poll", "kvhma-poll"]
+    assert names == ["kvhma-reads", "kvhma-reads"]
 
 
 def test_short_loads_of_a_step_are_asked_for_together(p, d, monkeypatch):
-    """The loader's thread reads the long one between them."""
-    monkeypatch.setattr(loading, "_SHORT_BLOCKS", 2)
+    """The pump reads the long one between them."""
+    monkeypatch.setattr(read_pump, "_SHORT_BLOCKS", 2)
     d.start(met=(p.remote("met", [1]), [1]))
     assert d.ended("met") == {}
-    asked, ask = {}, d.worker._poller._ask_engine
+    asked, ask = {}, lease_checks._ask
 
-    def asks(engine, loads):
-        asked[threading.current_thread().name] = [active.load.request_id for active in loads]
-        ask(engine, loads)
+    def asks(engine, reads, timeout):
+        asked[threading.current_thread().name] = [read.command.request_id for read in reads]
+        ask(engine, reads, timeout)
 
-    monkeypatch.setattr(d.worker._poller, "_ask_engine", asks)
+    monkeypatch.setattr(lease_checks, "_ask", asks)
     blocks = {"a": [2], "long": [3, 4, 5], "b": [6]}
     d.start(at_once=True, **{name: (p.remote(name, ids), ids) for name, ids in blocks.items()})
     assert d.ended(*blocks) == {}
@@ -666,7 +676,7 @@ def test_short_loads_of_a_step_are_asked_for_together(p, d, monkeypatch):
 
 def test_a_load_that_waits_for_a_handshake_has_one_owner(p, d, monkeypatch):
     """Formerly the engine's thread continued a load that the handshake had given to the loader: it never ended."""
-    acquire, post = d.worker._engines.acquire_engine, d.worker._loader._post
+    acquire, plan = d.worker._engines.acquire_engine, d.worker._pump._steps._planned
     planned = threading.Event()
 
     def is_main() -> bool:
@@ -678,17 +688,17 @@ def test_a_load_that_waits_for_a_handshake_has_one_owner(p, d, monkeypatch):
             planned.wait(5)
         return found
 
-    def posted(active):
+    def plans(read):
         if not is_main():
             planned.set()
             time.sleep(0.5)
-        return post(active)
+        return plan(read)
 
     monkeypatch.setattr(d.worker._engines, "acquire_engine", slow)
-    monkeypatch.setattr(d.worker._loader, "_post", posted)
+    monkeypatch.setattr(d.worker._pump._steps, "_planned", plans)
     d.start(x=(p.remote("x", [1]), [1]), at_once=True)
     assert d.ended("x") == {}
-    assert not d.worker._poller._active
+    until(lambda: not d.worker._pump._reads)
     assert [engine.active_loads for engine in d.worker._engines._engines.values()] == [0]
 
 
@@ -710,33 +720,35 @@ def test_an_idle_engine_does_not_wait_for_what_lasts(p, d, held_reads, monkeypat
     assert d.ended("late") == {}
 
 
+def test_an_error_between_loads_of_a_step_fails_only_those_that_have_not_ended(p, d, monkeypatch):
+    d.start(met=(p.remote("met", [1]), [1]))
+    assert d.ended("met") == {}
+    calls = raises_once(monkeypatch, read_pump, "_wait_for_answers", Panic())
+    outside, waits = p.remote("outside", [PAGES]), p.remote("waits", [3])
+    with p.leases._lock:  # so P cannot answer
+        d.start(at_once=True, outside=(outside, [2]), waits=(waits, [3]))
+    assert d.ended("outside", "waits") == {"outside": "request", "waits": "internal"}
+    assert calls
+
+
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(
     "what",
-    ["_take_batch", "_start_batch", "_next", "advance", "add_loads", "succeed_load", "note_load_read", "_measure"],
+    ["_wait", "_drive_own", "_connect", "_drive", "_measure_reported", "measure"],
 )
 def test_a_thread_that_meets_an_error_of_its_own_begins_again(p, d, held_reads, monkeypatch, what, after):
     """Formerly a thread that had ended was not replaced, and no load or log learned of it."""
-    owners = {
-        "_take_batch": d.worker._loader,
-        "_start_batch": d.worker._loader,
-        "_next": d.worker._poller,
-        "advance": d.worker._poller,
-        "add_loads": d.worker._poller,
-        "_measure": d.worker._poller,
-        "succeed_load": d.worker._results,
-        "note_load_read": d.worker._results,
-    }
+    owner = d.worker._pump._metrics if what == "measure" else d.worker._pump
     held_reads.set()
     d.start(before=(p.remote("before", [1]), [1]))
     assert d.ended("before") == {}
     total = TransferStats()
-    calls = raises_once(monkeypatch, owners[what], what, Panic("p"), after=after)
+    calls = raises_once(monkeypatch, owner, what, Panic("p"), after=after)
     for step in range(3):
         names = [f"{name}{step}" for name in "ab"]
         held_reads.clear()
         d.start(**{name: (p.remote(name, [step + 2]), [step + 2]) for name in names})
-        time.sleep(0.05)  # so that the poller gets them
+        time.sleep(0.05)  # so that the pump gets them
         held_reads.set()
         assert set(d.ended(*names).values()) <= {"internal"}
     assert calls
@@ -745,27 +757,156 @@ def test_a_thread_that_meets_an_error_of_its_own_begins_again(p, d, held_reads, 
     assert sum(total.data["thread_restarts"].values()) == 1
 
 
+def test_a_report_that_fails_again_and_again_is_logged_and_tried_again(p, d, monkeypatch, caplog):
+    d.start(before=(p.remote("before", [1]), [1]))
+    assert d.ended("before") == {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("succeed_load", "fail_load"):
+            patch.setattr(d.worker._results, name, lambda *_, **__: 1 // 0)
+        d.start(a=(p.remote("a", [2]), [2]))
+        until(lambda: caplog.text.count("kvhma-reads crashed and was restarted") == 2)
+    assert d.ended("a") == {"a": "internal"}
+    assert counted(d, "load_seconds", 1).data["thread_restarts"]["kvhma-reads"] >= 2
+
+
 def test_a_read_that_is_in_flight_when_its_load_fails_is_waited_for(p, d, held_reads, monkeypatch):
     """vLLM gives the blocks to another request as soon as a load has failed: the read would write into them."""
     held_reads.set()
     d.start(before=(p.remote("before", [1]), [1]))
     assert d.ended("before") == {}
     held_reads.clear()
-    read, calls = d.worker._loader._agent.read, []
+    read, calls = d.worker._agent.read, []
 
     def second_fails(*args, **more):
         calls.append(args)
         handle = read(*args, **more)
-        d.worker._loader._starting.parts.append(ReadPart(0, args[1], args[2], handle))
+        (active,) = d.worker._pump._reads
+        active.parts.append(ReadPart(0, args[1], args[2], handle))
         raise Panic("after the post")
 
-    monkeypatch.setattr(d.worker._loader._agent, "read", second_fails)
+    monkeypatch.setattr(d.worker._agent, "read", second_fails)
     d.start(a=(p.remote("a", [1]), [1]))
     until(lambda: calls)
     time.sleep(0.2)
     assert d.worker.collect(idle=True)[0] == set()
     held_reads.set()
     assert d.ended("a") == {"a": "internal"}
+
+
+# --- turns ---------------------------------------------------------------------------------------------------
+
+
+def waits_in(d, state):
+    return until(lambda: [read for read in d.worker._pump._reads if read.state is state])
+
+
+def test_places_go_to_the_read_that_has_waited_longest(p, d, held_reads, monkeypatch):
+    """There is room for one read. Another one comes whenever one has ended."""
+    room, order = threading.Semaphore(1), []
+    memory = d.worker._pump._steps._memory
+    monkeypatch.setattr(memory, "take_places", lambda spans: spans if room.acquire(blocking=False) else None)
+    monkeypatch.setattr(memory, "release_places", lambda places: room.release())
+    remotes = {name: p.remote(name, [number + 1]) for number, name in enumerate(["first", "waits", *"abcd"])}
+    succeed, newcomers = d.worker._results.succeed_load, iter("abcd")
+
+    def succeeds(request_id, *given, **more):
+        order.append(request_id)
+        succeed(request_id, *given, **more)
+        if (name := next(newcomers, None)) is not None:
+            d.worker.start_loads(StepMetadata([load(name, remotes[name], [9])]))
+
+    monkeypatch.setattr(d.worker._results, "succeed_load", succeeds)
+    monkeypatch.setattr(read_pump, "_AT_ONCE_SECONDS", 0.0)
+    d.start(first=(remotes["first"], [8]))
+    waits_in(d, ReadState.READING)
+    d.start(waits=(remotes["waits"], [9]))
+    waits_in(d, ReadState.PLACING)
+    held_reads.set()
+    assert d.ended(*remotes) == {}
+    assert order == ["first", "waits", *"abcd"]
+
+
+def test_a_read_that_takes_long_to_post_does_so_in_turns(p, d, held_reads, monkeypatch):
+    """A transport may copy the bytes within the post. Each part here takes as long as its turn."""
+    monkeypatch.setattr(read_parts, "PART_BYTES", PAGE)
+    monkeypatch.setattr(read_steps, "_POST_SECONDS", 0.0)
+    d.start(small=(p.remote("small", [1]), [1]))
+    waits_in(d, ReadState.READING)
+    handle, reported = d.worker._pump._steps._handle, []
+
+    def posts(engine, part):
+        reported.append(d.worker._results.take_results()[0])
+        held_reads.set()
+        return handle(engine, part)
+
+    monkeypatch.setattr(d.worker._pump._steps, "_handle", posts)
+    blocks = list(range(2, 62, 2))
+    d.start(big=(p.remote("big", blocks), blocks))
+    until(lambda: len(reported) == len(blocks))
+    assert {"small"} in reported, "the small one has ended while the other one was posted"
+    assert d.ended("big") == {}
+    assert np.array_equal(d.pages(blocks), p.memory.reshape(PAGES, PAGE)[blocks])
+
+
+def test_a_new_read_need_not_wait_until_p_has_answered_about_another(p, d, monkeypatch):
+    d.start(met=(p.remote("met", [1]), [1]))
+    assert d.ended("met") == {}
+    asked, quick = p.remote("asked", [2]), p.remote("quick", [PAGES])
+    monkeypatch.setattr(read_pump, "_ANSWER_MILLISECONDS", 60_000)
+    with p.leases._lock:  # so P cannot answer
+        d.start(asked=(asked, [2]))
+        waits_in(d, ReadState.ASKED)
+        d.start(quick=(quick, [3]))
+        assert d.ended("quick") == {"quick": "request"}
+    assert d.ended("asked") == {}
+
+
+def test_a_handshake_that_lasts_does_not_shorten_pythons_turns(p, silent, monkeypatch):
+    d = Decode(handshake_timeout=60)
+    try:
+        d.start(met=(p.remote("met", [1]), [1]))
+        assert d.ended("met") == {}
+        d.start(silent=(silent, [2]))
+        waits_in(d, ReadState.CONNECTING)
+        intervals, poll = [], read_steps._poll
+        monkeypatch.setattr(read_steps, "_poll", lambda read: (intervals.append(sys.getswitchinterval()), poll(read)))
+        go_on, read = threading.Event(), Agent.read
+        monkeypatch.setattr(Agent, "read", lambda *args, **more: HeldRead(read(*args, **more), go_on))
+        d.start(a=(p.remote("a", [3]), [3]))
+        until(lambda: len(intervals) > 9)
+        assert intervals[9] > 1e-3, "only the pass that starts a read has short turns"
+        go_on.set()
+        assert d.ended("a") == {}
+    finally:
+        d.worker.close()
+
+
+def test_a_worker_that_is_closed_does_not_connect(p, held_reads, monkeypatch):
+    """A read in flight that loses its connection is dropped: no engine waits for it any more."""
+    d = Decode()
+    d.start(a=(p.remote("a", [1]), [1]))
+    waits_in(d, ReadState.READING)
+    monkeypatch.setattr(d.worker._engines, "acquire_engine", lambda *_: pytest.fail("it connects"))
+
+    def loses(self):
+        self._handle.poll()
+        raise PeerLostError("cut off")
+
+    close = d.worker._pump.join
+    monkeypatch.setattr(HeldRead, "poll", lambda self: loses(self) if d.worker._pump._closing else "running")
+    monkeypatch.setattr(d.worker._pump, "join", lambda timeout: close(60))
+    d.worker.close()
+    assert not d.worker._pump._thread.is_alive()
+
+
+def test_what_the_last_step_has_read_is_measured_though_no_other_step_comes(p):
+    d = Decode()
+    d.start(met=(p.remote("met", [1]), [1]))
+    assert d.ended("met") == {}
+    d.start(a=(p.remote("a", [2]), [2]), at_once=True)
+    assert d.ended("a") == {}
+    d.worker.close()
+    assert len(d.worker._results.stats.take().data["load_seconds"]) == 2
 
 
 # --- what lasts ----------------------------------------------------------------------------------------------

@@ -39,8 +39,8 @@ def defined(path: Path) -> set[str]:
     constants = {
         target.id
         for node in nodes
-        if isinstance(node, ast.Assign)
-        for target in node.targets
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         if isinstance(target, ast.Name)
     }
     return constants | {node.name for node in nodes if isinstance(node, kinds)}

@@ -22,7 +22,7 @@ class Accelerator(CacheDevice):
 
         engine's stream   ... step k-1 |mark| step k ................. | step k+1 ...
         own stream                          '-> zero |done
-        loading thread                launches        sees it and posts the reads; posts others meanwhile
+        kvhma-reads                   launches        sees it and posts the reads; posts others meanwhile
     """
 
     is_host = False

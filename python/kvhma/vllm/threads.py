@@ -38,8 +38,6 @@ class SupervisedThread:
         name: str,
         work: Callable[[], None],
         counters: Counters,
-        *,
-        recover: Callable[[BaseException], None] | None = None,
     ) -> None:
         """Start the thread.
 
@@ -47,12 +45,10 @@ class SupervisedThread:
             name: of the thread.
             work: the thread ends when this returns.
             counters: count the restarts by the thread's name.
-            recover: the thread calls this with the error before it restarts the work.
         """
         self._name = name
         self._work = work
         self._counters = counters
-        self._recover = recover
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -83,8 +79,6 @@ class SupervisedThread:
     def _note_crash(self, error: BaseException) -> None:
         logger.error("kvhma: thread %s crashed and was restarted", self._name, exc_info=error)
         self._counters.count("thread_restarts", label=self._name)
-        if self._recover is not None:
-            self._recover(error)
 
 
 class _ShortTurns:

@@ -56,7 +56,7 @@ from kvhma.vllm.scheduler import decode as decode_module
 from kvhma.vllm.stats import TransferStats
 from kvhma.vllm.wire.messages import LeaseState, Outcome
 from kvhma.vllm.wire.params import LeaseClaim
-from kvhma.vllm.worker import polling
+from kvhma.vllm.worker import read_steps
 from support.cache.labels import STATE_ITEMS, GroupShape, Labels, Text
 
 MAX_TOKENS = 2048
@@ -709,7 +709,7 @@ class Engine:
         if loading.outcome != "ok":
             return WorkerReport({load.request_id: Failure("transfer", loading.outcome, loading.transient)})
         geometry = self.memory.ranks[rank]
-        first = polling.first_filled_tokens(geometry, load.spans, part.planned.first_tokens)
+        first = read_steps.first_filled_tokens(geometry, load.spans, part.planned.first_tokens)
         return WorkerReport({}, {load.request_id: first} if first else {})
 
     # --- the oracle -------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from kvhma.vllm.scheduler.decode import DecodeScheduler
 from kvhma.vllm.scheduler.kept_turns import KeptTurns
 from kvhma.vllm.scheduler.load_machine import Purpose
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
-from kvhma.vllm.worker import polling
+from kvhma.vllm.worker import read_steps
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 Mutants = dict[str, tuple[Patch, tuple[str, ...]]]
@@ -79,7 +79,7 @@ def never_marked(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("the worker's report is lost", *WINDOWS)
 def report_lost(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(polling, "first_filled_tokens", lambda *_: {})
+    patch.setattr(read_steps, "first_filled_tokens", lambda *_: {})
 
 
 @mutant("the report of one rank stands for all", "full+two windows", "sliding+chunked")

@@ -118,9 +118,10 @@ class LoadSums:
         self._ask_at = time.monotonic() + _ASK_AGAIN_SECONDS
         return False
 
-    def close(self) -> None:
-        """Wait until the thread does not read the caches any more; its result is dropped."""
-        wait([self._future])
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread still reads the caches."""
+        return not self._future.done()
 
     def result(self) -> LoadDigest | None:
         """Return both digests; None while one is missing.

@@ -27,6 +27,7 @@ from kvhma.vllm.wire.params import Address, Incarnation, leads_back
 from kvhma.vllm.wire.proofs import Proving
 from kvhma.vllm.worker.board_reader import BoardMemory, BoardReader
 from kvhma.vllm.worker.context import WorkerContext
+from kvhma.vllm.worker.lease import LeaseQuestion
 from kvhma.vllm.worker.worker_identity import IdentityBudget, WorkerIdentity, ask_worker_identities
 
 logger = logging.getLogger("vllm.kvhma")
@@ -59,6 +60,7 @@ class PrefillEngine:
         identity_bytes: of its worker identities, which are mostly stored with the peers.
         active_loads: loads that have acquired it and not released it yet.
         used_at: when it was last acquired or released, on the monotonic clock.
+        question: the last question about its leases; None before the first.
     """
 
     address: Address
@@ -71,6 +73,7 @@ class PrefillEngine:
     identity_bytes: int
     active_loads: int = 0
     used_at: float = field(default_factory=time.monotonic)
+    question: LeaseQuestion | None = None
 
     @property
     def gone(self) -> str | None:

@@ -149,6 +149,7 @@ class LoadResults:
             load = expected.load if (expected := self._unreported.get(request_id)) is not None else None
             if not self._end(request_id):
                 return
+            self._reads += 1  # nothing more comes of it, so a step may wait for the next one
             optional = load is not None and load.optional
             self._report.failures[request_id] = replace(failure, optional=optional)
         self.stats.count("failed_loads", label=failure.cause)

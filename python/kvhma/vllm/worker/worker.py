@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The half of the connector in a worker's process: it registers caches, and reads caches of prefill engines.
 
-    engine's thread                kvhma-load                     kvhma-poll
-    start_loads --- ActiveLoad --> Loader --- [ActiveLoad] -----> LoadPoller
-                                     ^------- lost parts -------------'
-    collect <----------------------- LoadResults <--------------------'
+    engine's thread                 kvhma-reads
+    start_loads --- ActiveRead ---> ReadPump
+    collect <------ LoadResults <------'
 
-The engine's thread queues and collects. The loader does handshakes, plans and posts. The poller waits for the reads,
-and for P's confirmation that it held the blocks. On CPUs the engine's thread does all this for short loads: otherwise
-it would only wait for the other threads, and share its cores with them.
+The engine's thread orders and collects. The pump does handshakes, plans, posts, waits for the transfers, and for P's
+confirmation that it held the blocks: `read_machine.TABLE` has its states. On CPUs the engine's thread does all this for
+short reads: otherwise it would only wait for the pump, and share its cores with it.
 """
 
 from __future__ import annotations
-
-import queue
 
 import torch
 
@@ -22,15 +19,13 @@ from kvhma.vllm.memory import Memory
 from kvhma.vllm.metadata import StepMetadata, WorkerReport
 from kvhma.vllm.stall_watch import StallWatch
 from kvhma.vllm.stats import TransferStats
-from kvhma.vllm.worker.active_load import ActiveLoad
 from kvhma.vllm.worker.context import WorkerContext
 from kvhma.vllm.worker.digests import PrefillSums
 from kvhma.vllm.worker.idle_engines import IdleEngineWatch
-from kvhma.vllm.worker.loading import Loader
 from kvhma.vllm.worker.notifications import NotificationDrain
-from kvhma.vllm.worker.polling import LoadPoller
 from kvhma.vllm.worker.preconnect import Preconnector
 from kvhma.vllm.worker.prefill_engines import PrefillEngines
+from kvhma.vllm.worker.read_pump import ReadPump
 from kvhma.vllm.worker.results import LoadResults
 
 
@@ -48,10 +43,8 @@ class KvhmaWorker:
         self._engines = PrefillEngines(context, stats)
         self._device = context.device
         self._may_wait = context.may_wait
-        queued: queue.SimpleQueue[ActiveLoad | None] = queue.SimpleQueue()
-        self._poller = LoadPoller(context, memory, self._engines, self._results, queued)
+        self._pump = ReadPump(context, memory, self._engines, self._results)
         self._prefill_sums = PrefillSums(geometry, self._results, context.cp_tp_size)
-        self._loader = Loader(context, memory, self._engines, self._poller, self._results, queued)
         self._preconnector = Preconnector(context, self._engines, stats)
         self._notifications = NotificationDrain(agent, context.device, stats)
         self._idle_engines = IdleEngineWatch(context, self._engines, stats)
@@ -86,7 +79,7 @@ class KvhmaWorker:
         if metadata.loads:
             after, self._mark = self._mark or self._device.mark(), None
             at_once = self._may_wait and self._device.is_host
-            self._short_loads = self._loader.start_or_queue(metadata.loads, after, at_once=at_once, idle=metadata.idle)
+            self._short_loads = self._pump.start_reads(metadata.loads, after, at_once=at_once, idle=metadata.idle)
 
     def collect(self, *, idle: bool) -> tuple[set[str], WorkerReport]:
         """Return the requests whose loads have ended, each once, and the report for the scheduler.
@@ -95,7 +88,7 @@ class KvhmaWorker:
 
         * An `idle` step, which computes nothing, waits for all loads. Otherwise the engine would only ask again.
         * On CPUs a step waits for the short loads that it has started itself, because they end just after it. Loads of
-          the loader's thread take longer. On a device, waiting would delay sampling.
+          the pump take longer. On a device, waiting would delay sampling.
         * With data parallelism no step waits, because engines that are not idle would wait for this engine.
         * With pipeline stages no step waits, because the next batch is on its way.
         * A step waits for pieces only if the step before was idle too. With asynchronous scheduling the results of a
@@ -109,7 +102,7 @@ class KvhmaWorker:
 
     def take_stats(self) -> TransferStats | None:
         """Return what was counted since the last call; None if nothing was. Loads of this step are counted later."""
-        self._poller.measure()
+        self._pump.measure()
         return self._results.stats.take()
 
     def close(self, *, idle: bool = False) -> None:
@@ -126,14 +119,13 @@ class KvhmaWorker:
             raise TransferError(f"the caches cannot be unregistered: {loads} loads have not been reported")
         if idle and (reads := self._agent.in_flight()):  # of lease boards, which no load waits for
             raise TransferError(f"the caches cannot be unregistered: {reads} reads have not ended")
-        self._loader.close()
+        self._pump.close()
         self._stall_watch.close()
         self._preconnector.close(self._stop_seconds)
         self._notifications.close(self._stop_seconds)
         self._idle_engines.close(self._stop_seconds)
         self._prefill_sums.close(self._stop_seconds)
-        self._loader.join(self._stop_seconds)
-        self._poller.join(self._stop_seconds)
+        self._pump.join(self._stop_seconds)
         self._engines.close()
         self._agent.close()
         if self._board is not None:
