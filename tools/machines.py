@@ -16,7 +16,7 @@ from typing import Any
 
 from marks import Marks
 
-from kvhma.vllm.scheduler import load_machine
+from kvhma.vllm.scheduler import load_machine, offers
 from kvhma.vllm.worker import read_machine
 
 ROOT = Path(__file__).parents[1]
@@ -54,6 +54,9 @@ def filled(page: str) -> str:
         "loads": drawn(load_machine.TABLE),
         "load events": named("event", load_machine.LoadEvent),
         "load effects": named("effect", load_machine.LoadEffect),
+        "offers": drawn(offers.TABLE),
+        "offer events": named("event", offers.OfferEvent),
+        "offer effects": named("effect", offers.OfferEffect),
         "reads": drawn(read_machine.TABLE),
         "read events": named("event", read_machine.ReadEvent),
         "read effects": named("effect", read_machine.ReadEffect),

@@ -18,8 +18,8 @@ import pytest
 
 from kvhma.vllm.counters import Counters
 from kvhma.vllm.scheduler import ticket_followers
+from kvhma.vllm.scheduler.offers import MAX_TICKETS, TicketTable
 from kvhma.vllm.scheduler.ticket_followers import TicketFollower, TicketFollowers
-from kvhma.vllm.scheduler.ticket_table import MAX_TICKETS, TicketTable
 from kvhma.vllm.wire import calls
 from kvhma.vllm.wire.calls import Calls
 from kvhma.vllm.wire.messages import Follow, Progress, Settled, frame

@@ -12,6 +12,7 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 
 from kvhma._kvhma import text_to_ids
 from kvhma.vllm.metadata import WorkerReport
+from kvhma.vllm.scheduler.offers import OfferState
 from support.schedulers import STEP, blocks, manager, output, request, scheduler, tables
 from support.waiting import until
 
@@ -385,7 +386,9 @@ def test_a_followed_request_that_is_not_read_is_given_up(p, d, why, first):
         {"skip_reading_prefix_cache": 1} if why == "computed" else {}
     )
     ticket = bytes.fromhex(TICKET)
-    until(lambda: table.is_cancelled(ticket) if at_p is not None else ticket in table._cancelled_early)
+    until(
+        lambda: table.offer(ticket).state is OfferState.ENDED if at_p is not None else ticket in table._cancelled_early
+    )
     p.finish(at_p or p.add(tokens=N))
     assert len(p.scheduler.context.leases) == 0, "it was kept for the whole lease"
 

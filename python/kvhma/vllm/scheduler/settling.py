@@ -10,47 +10,22 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvhma.errors import KvhmaError
 from kvhma.pieces import settled_tokens, settling_groups
 from kvhma.vllm.scheduler.context import SchedulerContext
-from kvhma.vllm.scheduler.ticket_table import TicketTable
+from kvhma.vllm.scheduler.offers import Offer, OfferState, TicketTable
 from kvhma.vllm.wire import peer_log
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import Incarnation, LeaseClaim
 from kvhma.vllm.wire.tickets import read_ticket_id
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.kvhma")
-
-
-@dataclass
-class _Followed:
-    """A request with a ticket.
-
-    Attributes:
-        ticket: its ticket.
-        total: tokens that P will hand off.
-        prompt: digest of these tokens.
-        steps: number of each step in flight, and how many tokens are computed after it.
-        begun: whether it was scheduled since it was added or preempted.
-        tokens: number of settled tokens.
-        blocks: blocks that P has published, by index of the group.
-    """
-
-    ticket: bytes
-    total: int
-    prompt: str
-    steps: deque[tuple[int, int]] = field(default_factory=deque)
-    begun: bool = False
-    tokens: int = 0
-    blocks: dict[int, list[KVCacheBlock]] = field(default_factory=dict)
 
 
 class SettlingRequests:
@@ -66,7 +41,8 @@ class SettlingRequests:
         self.tickets = TicketTable(context.settings.kv_lease_duration)
         # Another reader with the same parameters gets as much time as another sample of a prompt.
         self.tickets.on_cancelled = lambda claim: context.leases.release([claim], Outcome.READ_SHARED)
-        self._followed: dict[str, _Followed] = {}
+        self._offers: dict[str, Offer] = {}
+        """Offers whose request is not over, by request."""
         self._step: int | None = None
         """Number of the last step; None before the first ticket, when no number is needed."""
         self._settled = -1
@@ -92,7 +68,7 @@ class SettlingRequests:
                 request.request_id,
             )
             return False
-        self._followed[request.request_id] = _Followed(ticket, total, prompt)
+        self._offers[request.request_id] = self.tickets.offer(ticket)
         if self._step is None:
             self._step = 0  # earlier steps have no number, and the last of them may still be in flight
         return True
@@ -108,33 +84,33 @@ class SettlingRequests:
         if self._context.engine.drafts and output.total_num_scheduled_tokens:
             self._computing.append(self._step)
         for request_id in output.preempted_req_ids or ():
-            if (followed := self._followed.get(request_id)) is not None:
-                self._restart(followed)
-        if self._followed:
+            if (offer := self._offers.get(request_id)) is not None:
+                self._restart(offer)
+        if self._offers:
             for request_id, computed in _computed_before(output).items():
-                if (followed := self._followed.get(request_id)) is not None:
-                    self._note_scheduled(request_id, followed, computed, output)
+                if (offer := self._offers.get(request_id)) is not None:
+                    self._note_scheduled(offer, computed, output)
         return self._step
 
-    def _restart(self, followed: _Followed) -> None:
+    def _restart(self, offer: Offer) -> None:
         """Note that the computed blocks of a request may be overwritten from now on."""
-        followed.steps.clear()
-        followed.begun, followed.tokens, followed.blocks = False, 0, {}
-        self.tickets.begin_epoch(followed.ticket)
+        offer.steps.clear()
+        offer.begun = False
+        self.tickets.begin_epoch(offer.ticket)
 
-    def _note_scheduled(self, request_id: str, followed: _Followed, computed: int, output: SchedulerOutput) -> None:
+    def _note_scheduled(self, offer: Offer, computed: int, output: SchedulerOutput) -> None:
         assert self._step is not None  # noqa: S101
-        known = followed.steps[-1][1] if followed.steps else followed.tokens
-        if computed < min(known, followed.total):
-            self._restart(followed)  # vLLM computes blocks again that another connector failed to fill
-        if not followed.begun and computed:
+        known = offer.steps[-1][1] if offer.steps else offer.tokens
+        if computed < min(known, offer.total):
+            self._restart(offer)  # vLLM computes blocks again that another connector failed to fill
+        if not offer.begun and computed:
             # It is a hit of the prefix cache. An earlier step may still be computing it, or this step, if another
             # connector fills blocks during it.
             filled = self._step if output.has_sync_kv_loads else self._step - 1
-            followed.steps.append((filled, self._settled_hit(request_id, computed, output)))
-        followed.begun = True
-        followed.steps.append((self._step, computed + output.num_scheduled_tokens[request_id]))
-        self._publish_settled(request_id, followed)
+            offer.steps.append((filled, self._settled_hit(offer.request_id, computed, output)))
+        offer.begun = True
+        offer.steps.append((self._step, computed + output.num_scheduled_tokens[offer.request_id]))
+        self._publish_settled(offer)
 
     def _settled_hit(self, request_id: str, computed: int, output: SchedulerOutput) -> int:
         """Return how many tokens of a hit no other request of the same step computes."""
@@ -169,33 +145,28 @@ class SettlingRequests:
                 return
             step -= 1
         self._settled = max(self._settled, step)
-        for request_id, followed in self._followed.items():
-            self._publish_settled(request_id, followed)
+        for offer in self._offers.values():
+            self._publish_settled(offer)
 
-    def _publish_settled(self, request_id: str, followed: _Followed) -> None:
+    def _publish_settled(self, offer: Offer) -> None:
         """Publish the settled tokens, if they are more than before."""
-        tokens = followed.tokens
-        while followed.steps and followed.steps[0][0] <= self._settled:
-            tokens = max(tokens, followed.steps.popleft()[1])
+        computed = 0
+        while offer.steps and offer.steps[0][0] <= self._settled:
+            computed = max(computed, min(offer.steps.popleft()[1], offer.total))
         geometry, manager = self._context.geometry, self._context.manager
-        if tokens == followed.tokens or geometry is None or manager is None or not self._can_settle:
+        if geometry is None or manager is None or not self._can_settle or offer.state is not OfferState.COMPUTING:
             return
-        followed.tokens = tokens
-        tokens = min(tokens, followed.total)
-        if not (whole := settled_tokens(geometry, tokens)):
+        tokens = settled_tokens(geometry, computed)
+        if tokens <= offer.tokens:
             return
-        tables = manager.get_blocks(request_id).blocks
-        groups = {index: self._context.engine.transfer_groups[index] for index in settling_groups(geometry)}
-        if any(tables[groups[index]][: len(blocks)] != blocks for index, blocks in followed.blocks.items()):
-            self.tickets.begin_epoch(followed.ticket)  # vLLM has copied blocks and freed the old ones
-            followed.blocks = {}
-        new_blocks = {}
-        for index, group in groups.items():
-            size, known = geometry.groups[index].block_size, followed.blocks.setdefault(index, [])
-            more = tables[group][len(known) : tokens // size]
-            known += more
-            new_blocks[index] = size, [block.block_id for block in more]
-        self.tickets.settle_tokens(followed.ticket, whole, new_blocks)
+        tables = manager.get_blocks(offer.request_id).blocks
+        blocks = {}
+        for index in settling_groups(geometry):
+            size, table = geometry.groups[index].block_size, tables[self._context.engine.transfer_groups[index]]
+            blocks[index] = size, [block.block_id for block in table[: computed // size]]
+        if any(blocks[index][1][: len(ids)] != ids for index, (_, ids) in offer.blocks.items()):
+            self.tickets.begin_epoch(offer.ticket)  # vLLM has copied blocks and freed the old ones
+        self.tickets.settle_tokens(offer.ticket, tokens, blocks)
 
     @property
     def _can_settle(self) -> bool:
@@ -205,39 +176,37 @@ class SettlingRequests:
 
     def is_cancelled(self, request_id: str) -> bool:
         """Return whether the follower of a request has cancelled it."""
-        followed = self._followed.get(request_id)
-        return followed is not None and self.tickets.is_cancelled(followed.ticket)
+        offer = self._offers.get(request_id)
+        return offer is not None and offer.state is OfferState.ENDED
 
     def prompt_digest(self, request: Request, tokens: int) -> str:
         """Return the digest of a request's first tokens; a followed request has it already."""
-        followed = self._followed.get(request.request_id)
-        if followed is not None and followed.total == tokens:
-            return followed.prompt
+        offer = self._offers.get(request.request_id)
+        if offer is not None and offer.total == tokens:
+            return offer.prompt
         return self._context.prompts.take_digest(request, tokens)
 
     def epoch(self, request_id: str) -> int:
         """Return the epoch of a request; 0 if it has no ticket."""
-        followed = self._followed.get(request_id)
-        return 0 if followed is None else self.tickets.epoch(followed.ticket)
+        offer = self._offers.get(request_id)
+        return 0 if offer is None else offer.epoch
 
     def on_request_finished(
         self, request_id: str, params: dict[str, Any] | None, claim: LeaseClaim | None = None
     ) -> None:
         """Note that a request has ended; without `params` there is no hand-off. The `claim` is that of the `params`."""
-        followed = self._followed.pop(request_id, None)
-        if followed is None:
+        offer = self._offers.pop(request_id, None)
+        if offer is None:
             return
-        if params is None:
-            self.tickets.end_ticket(
-                followed.ticket, ended="P does not hold it: it was aborted, or P cannot hand it off"
-            )
+        if params is None or claim is None:
+            self.tickets.end_ticket(offer.ticket, "P does not hold it: it was aborted, or P cannot hand it off")
         else:
-            self.tickets.end_ticket(followed.ticket, params=json.dumps(params).encode(), claim=claim)
+            self.tickets.hand_off(offer.ticket, json.dumps(params).encode(), claim)
 
     def end_all(self) -> None:
-        """End all tickets: the caches are gone."""
+        """End all offers: the caches are gone."""
         self.tickets.end_all("P has slept, and its caches are empty")
-        self._followed.clear()
+        self._offers.clear()
 
 
 def _computed_before(output: SchedulerOutput) -> dict[str, int]:
