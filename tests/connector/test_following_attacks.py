@@ -23,6 +23,7 @@ from connector.test_following import (  # noqa: F401
     waits,
 )
 from kvhma.vllm.metadata import LocalWorkerIdentity
+from kvhma.vllm.scheduler import ticket_followers
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
 from support.schedulers import STEP, kept, output, request, tables
 from support.waiting import until
@@ -133,6 +134,24 @@ def test_the_share_of_followers_is_given_back(p, d):  # noqa: F811
         assert d.decode._following._blocks_taken == 0
         d.on_worker_results(output(["r"]))
         p.scheduler.prefill.settling.tickets._evict_oldest()
+
+
+def test_p_that_answers_for_ever_does_not_keep_blocks(p, d, monkeypatch):  # noqa: F811
+    """P's engine hangs, and its listener replies: D ends the load as one whose ticket is lost."""
+    d.context.manager = SimpleNamespace(block_pool=SimpleNamespace(num_gpu_blocks=1000))
+    p.add()
+    followed(d, p)
+    p.results(p.build(at_p=32))
+    piece_of(d)
+    monkeypatch.setattr(ticket_followers, "_STALL_SECONDS", 0.2)
+    until(lambda: follower_of(d).error)
+    assert not d.on_step(STEP).refusals, "a piece is being read"
+    read(d)
+    assert "has computed no more of the prompt" in d.on_step(STEP).refusals["r"].text
+    assert d.decode._following._blocks_taken == 0
+    assert d.take_stats().data["followed"] == {"lost": 1}
+    d.on_worker_results(output(["r"]))
+    assert d.decode.pending == {}
 
 
 @pytest.mark.parametrize("why", ["another prompt", "aborted"])

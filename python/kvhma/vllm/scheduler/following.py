@@ -241,6 +241,7 @@ class FollowedLoads:
     def on_blocks_allocated(self, request_id: str, followed: FollowedLoad, command: ReadCommand) -> None:
         """Note the blocks of a request, which the pieces fill."""
         followed.command = command
+        followed.follower.on_blocks_allocated()
         self.with_blocks[request_id] = followed
         self._blocks_taken += followed.blocks
         self._followers.progressed.set()  # so that the next step reads at once what is settled

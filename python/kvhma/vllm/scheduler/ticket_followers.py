@@ -56,6 +56,16 @@ _LONGEST_PAUSE_SECONDS = 3.0
 _SILENCE_SECONDS = 20.0
 """How long P may be silent, beside the time of one reply, before D stops retrying."""
 
+_STALL_SECONDS = 1800.0
+"""How long D holds blocks while P reports no more settled tokens than ever before. A busy P needs less, since the
+requests that are before this one in P's queue hold blocks of a D too. If the shares of 18 Ds hold 2 million tokens
+each, P computes all of them in this time at 20,000 tokens a second. P may also report nothing before the hand-off: then
+the time is enough for a prompt of a million tokens at 600 a second."""
+
+_LONGEST_SECONDS = 4 * 3600.0
+"""How long D follows a ticket, even if P settles one token after the other. A request without blocks may wait in P's
+queue. In this time P computes all requests that one D follows (`MAX_FOLLOWED`), if each takes 14 seconds."""
+
 _ANSWER_BYTES = 1 << 16
 _BLOCK_BYTES = 24
 """Bound of the bytes of a reply: so many, and so many for each block, which may be named in text and in parameters."""
@@ -85,6 +95,8 @@ class TicketFollower:
         epoch: of the settled tokens.
         tokens: number of settled tokens.
         tables: P's blocks of them from position 0 on, by index of P's group.
+        most_tokens: the most settled tokens of any epoch.
+        stalled_since: when P last reported more than ever, since D has blocks for the request; None without blocks.
         params: P's ``kv_transfer_params``; None before the hand-off.
         error: why there is no hand-off; empty as long as there may be one.
     """
@@ -99,6 +111,8 @@ class TicketFollower:
     epoch: int = 0
     tokens: int = 0
     tables: dict[int, list[int]] = field(default_factory=dict)
+    most_tokens: int = 0
+    stalled_since: float | None = None
     params: dict[str, Any] | None = None
     error: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -153,6 +167,32 @@ class TicketFollower:
                 if progress.total <= self.max_tokens:
                     self._append(blocks)
                     self.tokens = min(progress.tokens, progress.total)
+                if self.tokens > self.most_tokens:  # else P has only begun a new epoch, which puts nothing off
+                    self.most_tokens = self.tokens
+                    if self.stalled_since is not None:
+                        self.stalled_since = time.monotonic()
+
+    def on_blocks_allocated(self) -> None:
+        """Note that D has blocks for the request from now on: P has to report progress."""
+        with self.lock:
+            self.stalled_since = time.monotonic()
+
+    def check_time(self) -> None:
+        """Raise an error if D must not wait any longer, even though P replies.
+
+        Raises:
+            RequestError: P has reported no progress while D holds blocks, or D has followed the ticket for too long.
+        """
+        now = time.monotonic()
+        with self.lock:
+            stalled = 0.0 if self.stalled_since is None else now - self.stalled_since
+        if stalled > _STALL_SECONDS:
+            raise RequestError(
+                f"{self.ticket.address} has computed no more of the prompt for {_STALL_SECONDS:.0f} s, while this "
+                "engine holds blocks for it"
+            )
+        if now - self.begun > _LONGEST_SECONDS:
+            raise RequestError(f"{self.ticket.address} has not handed off the request within {_LONGEST_SECONDS:.0f} s")
 
     def _read_blocks(self, progress: Progress) -> list[tuple[int, int, list[int]]]:
         """Return group, position and ids of the blocks in a reply; an empty list if P's request is longer than D's."""
@@ -310,8 +350,9 @@ class TicketFollowers:
             _hang_up(follower)
 
     def _advance(self, follower: TicketFollower) -> None:
-        """Connect, or read a reply, as far as that does not wait."""
+        """Connect, or read a reply, as far as that does not wait; end a follower whose time is over."""
         try:
+            follower.check_time()
             if follower.client is None:
                 self._connect(follower)
             if follower.client is not None and follower.client.poll():
