@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvhma import Span
 from kvhma._kvhma import ids_to_text, text_to_ids
 from kvhma.errors import KvhmaError, OtherPromptError, RequestError
-from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey, PrefillParams, Prefix
+from kvhma.vllm.wire.params import Address, Item, LeaseClaim, LeaseKey, PrefillParams, Prefix
 from kvhma.vllm.wire.secrets import Secrets
 
 REMOTE = PrefillParams(
@@ -259,6 +259,49 @@ def test_the_parameters_of_two_requests_mixed_up():
 def test_the_digest_sees_every_change(change):
     changed = written(REMOTE._replace(**change))
     assert changed["kvhma"]["digest"] != params()["kvhma"]["digest"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"prefixes": (Prefix(64, "0a" * 16),)},
+        {"epoch": 3},
+        {"content_seed": 5},
+        {"items": (Item("a", "image", 3, 9), Item("b", "audio", 3, 2, "0c" * 16))},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_what_is_optional_is_written_only_if_it_is_there_and_then_signed(more):
+    remote = REMOTE._replace(**more)
+    told = written(remote)
+    assert len(told["kvhma"]) == len(params()["kvhma"]) + 1
+    assert read(told)._replace(digest=b"") == remote
+    (added,) = told["kvhma"].keys() - params()["kvhma"]
+    del told["kvhma"][added]
+    with pytest.raises(RequestError, match=r"kvhma\.digest is"):
+        read(told)
+
+
+ITEMS = [
+    [],
+    [["a", "image", 3]],
+    [["", "image", 3, 9, "0" * 32]],
+    [["a", "image", -1, 9, "0" * 32]],
+    [["a", "image", 300, 9, "0" * 32]],
+    [["a", "image", 3, 0, "0" * 32]],
+    [["a", "image", 3, 9, "0" * 31]],
+    [["a", "image", 3, 9, "0" * 32], ["b", "image", 2, 9, "0" * 32]],
+    [["a", "image", 3, 9, "0" * 32]] * 4097,
+]
+
+
+@pytest.mark.parametrize("value", [*WRONG, *ITEMS], ids=lambda value: ascii(value)[:30])
+def test_items_that_are_none(value):
+    told = params()
+    told["kvhma"]["items"] = value
+    with pytest.raises(RequestError, match=r"kvhma\.items") as caught:
+        read(told)
+    assert len(str(caught.value)) < 400
 
 
 def test_the_digest_allows_other_addresses():

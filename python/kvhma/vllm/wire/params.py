@@ -11,28 +11,37 @@ import contextlib
 import ipaddress
 import json
 import os
-import re
 import socket
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, NamedTuple
 
 from kvhma._kvhma import ids_to_text, text_to_ids
 from kvhma.errors import OtherPromptError, RequestError
 from kvhma.geometry import Span
 from kvhma.text import quote
 from kvhma.vllm.wire.secrets import Secrets
+from kvhma.vllm.wire.values import (
+    FLAG,
+    HEX_DIGITS,
+    INLINE,
+    NAME,
+    RANDOM_ID,
+    SECONDS,
+    STRING,
+    Key,
+    integer,
+    keys_of,
+    read_value,
+    rows,
+)
 
 VERSION = 3
 """Version of the ``kvhma`` dictionary."""
-
-_HEX_ID = re.compile(r"[0-9a-f]{16}", re.ASCII)
-_HEX_DIGITS = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 _MAX_ID = (1 << 31) - 1
 
 _MAX_TOKENS = 1 << 40
 _MAX_GROUPS = 256
-_MAX_NAME = 512
 _MAX_RANKS = 1 << 16
 _MAX_PREFIXES = 64
 _MAX_ITEMS = 4096
@@ -43,8 +52,8 @@ _BLOCKS_PER_TOKEN = 4
 class Address(NamedTuple):
     """Where the scheduler of an engine listens, or where other engines reach it."""
 
-    host: str
-    port: int
+    host: Annotated[str, Key("remote_host", NAME)]
+    port: Annotated[int, Key("remote_port", integer(1, 65535))]
 
     @property
     def is_wildcard(self) -> bool:
@@ -87,8 +96,8 @@ class LeaseKey(NamedTuple):
         generation: random number, which tells requests with the same id apart.
     """
 
-    request_id: str
-    generation: int
+    request_id: Annotated[str, Key("remote_request_id", NAME)]
+    generation: Annotated[int, Key("kvhma.generation", RANDOM_ID)]
 
 
 class LeaseClaim(NamedTuple):
@@ -113,8 +122,8 @@ class Prefix(NamedTuple):
         digest: of these tokens, see :func:`kvhma.vllm.scheduler.prompt.prefix_digests`.
     """
 
-    num_tokens: int
-    digest: str
+    num_tokens: Annotated[int, Key("tokens", integer(1, _MAX_TOKENS))]
+    digest: Annotated[str, Key("digest", HEX_DIGITS)]
 
 
 class Item(NamedTuple):
@@ -128,15 +137,25 @@ class Item(NamedTuple):
         shape: digest of what token positions may depend on, for example a grid of patches; 32 zeros if unknown.
     """
 
-    identifier: str
-    modality: str
-    offset: int
-    length: int
-    shape: str = "0" * 32
+    identifier: Annotated[str, Key("identifier", NAME)]
+    modality: Annotated[str, Key("modality", NAME)]
+    offset: Annotated[int, Key("offset", integer(0, _MAX_TOKENS))]
+    length: Annotated[int, Key("length", integer(1, _MAX_TOKENS))]
+    shape: Annotated[str, Key("shape", HEX_DIGITS)] = "0" * 32
+
+
+class _WrittenSpan(NamedTuple):
+    """A span with its ids as text, which is read only once the digest is known to be right."""
+
+    first: Annotated[int, Key("first", integer(0, _MAX_ID))]
+    ids: Annotated[str, Key("ids", STRING)]
 
 
 class PrefillParams(NamedTuple):
     """What a decode request has to know of its prefill, or the next turn's prefill of an answer.
+
+    A field with a `Key` is written, signed and read as its annotation says; a new one needs nothing else, and is
+    optional. A default value is not written. The digest covers the fields in this order.
 
     Attributes:
         address: P's scheduler. A proxy may change it, because each network has its names.
@@ -159,20 +178,20 @@ class PrefillParams(NamedTuple):
     """
 
     address: Address
-    engine_id: str
-    incarnation_id: int
-    lease_key: LeaseKey
-    lease: float
-    num_tokens: int
-    prompt: str
+    engine_id: Annotated[str, Key("remote_engine_id", NAME)]
+    incarnation_id: Annotated[int, Key("kvhma.instance", RANDOM_ID)]
+    lease_key: Annotated[LeaseKey, INLINE]
+    lease: Annotated[float, Key("kvhma.lease", SECONDS)]
+    num_tokens: Annotated[int, Key("kvhma.tokens", integer(1, _MAX_TOKENS))]
+    prompt: Annotated[str, Key("kvhma.prompt", HEX_DIGITS)]
     spans: tuple[Span, ...]
     tp_size: int | None = None
     pp_size: int | None = None
     digest: bytes = b""
-    prefixes: tuple[Prefix, ...] = ()
-    epoch: int = 0
-    content_seed: int | None = None
-    items: tuple[Item, ...] = ()
+    prefixes: Annotated[tuple[Prefix, ...], Key("kvhma.prefixes", rows(Prefix, _MAX_PREFIXES), list)] = ()
+    epoch: Annotated[int, Key("kvhma.epoch", integer(1, _MAX_TOKENS))] = 0
+    content_seed: Annotated[int | None, Key("kvhma.content", RANDOM_ID, lambda seed: ["content", seed])] = None
+    items: Annotated[tuple[Item, ...], Key("kvhma.items", rows(Item, _MAX_ITEMS), lambda items: ["items", *items])] = ()
 
     @property
     def incarnation(self) -> Incarnation:
@@ -183,19 +202,18 @@ class PrefillParams(NamedTuple):
         """Return the claim of a reader."""
         return LeaseClaim(self.lease_key, reader, self.digest)
 
+    def _written(self, keys: Mapping[str, Key]) -> Iterator[tuple[Key, Any]]:
+        """Return the keys whose values are written, and the values."""
+        for name, key in keys.items():
+            value = getattr(self.lease_key if name in LeaseKey._fields else self, name)
+            if name not in self._field_defaults or value != self._field_defaults[name]:
+                yield key, value
+
     def _signed_bytes(self, spans: list[list[Any]]) -> bytes:
         """Return the bytes that the digest covers, with the spans as the parameters write them."""
-        fields = [VERSION, self.engine_id, self.incarnation_id, self.lease_key.request_id, self.lease_key.generation]
-        fields += [self.lease, self.num_tokens, self.prompt, spans]
-        if self.prefixes:
-            fields.append(self.prefixes)
-        if self.epoch:
-            fields.append({"epoch": self.epoch})
-        if self.content_seed is not None:
-            fields.append(["content", self.content_seed])
-        if self.items:
-            fields.append(["items", *self.items])
-        return json.dumps(fields).encode()
+        required = [value for _, value in self._written(_REQUIRED)]
+        optional = [key.signed(value) for key, value in self._written(_OPTIONAL)]
+        return json.dumps([VERSION, *required, spans, *optional]).encode()
 
     def to_params(
         self, secrets: Secrets, *, pp_size: int, dcp_size: int = 1, next_turn: bool = False
@@ -222,24 +240,13 @@ class PrefillParams(NamedTuple):
             "transfer_mode": "pull",
             "kvhma": {
                 "version": VERSION,
-                "instance": f"{self.incarnation_id:016x}",
-                "generation": f"{self.lease_key.generation:016x}",
-                "lease": self.lease,
-                "tokens": self.num_tokens,
-                "prompt": self.prompt,
+                **{key.short: key.form.write(value) for key, value in self._written(_REQUIRED) if key.is_own},
                 "signed": secrets.enabled,
                 "digest": digest.hex(),
                 "spans": spans,
+                **{key.short: key.form.write(value) for key, value in self._written(_OPTIONAL)},
             },
         }
-        if self.prefixes:
-            params["kvhma"]["prefixes"] = [list(prefix) for prefix in self.prefixes]
-        if self.epoch:
-            params["kvhma"]["epoch"] = self.epoch
-        if self.content_seed is not None:
-            params["kvhma"]["content"] = f"{self.content_seed:016x}"
-        if self.items:
-            params["kvhma"]["items"] = [list(item) for item in self.items]
         return params, digest
 
     @classmethod
@@ -261,37 +268,34 @@ class PrefillParams(NamedTuple):
                 f"kv_transfer_params: kvhma is {quote(own)}, expected a dictionary; does the prefill engine run kvhma, "
                 "and does the proxy pass on all keys?"
             )
-        _integer(own, "kvhma.version", VERSION, VERSION)
-        tokens = _integer(own, "kvhma.tokens", 1, _MAX_TOKENS)
-        tp_size, pp_size = (
-            None if params.get(name) is None else _integer(params, name, 1, _MAX_RANKS)
-            for name in ("tp_size", "pp_size")
-        )
-        remote = cls(
-            address=read_address(params),
-            engine_id=_text(params, "remote_engine_id"),
-            incarnation_id=_random_id(own, "kvhma.instance"),
-            lease_key=LeaseKey(_text(params, "remote_request_id"), _random_id(own, "kvhma.generation")),
-            lease=_seconds(own, "kvhma.lease"),
-            num_tokens=tokens,
-            prompt=hex_digits(own, "kvhma.prompt"),
-            spans=(),
-            tp_size=tp_size,
-            pp_size=pp_size,
-            prefixes=_prefixes(own, tokens) if "prefixes" in own else (),
-            epoch=_integer(own, "kvhma.epoch", 1, _MAX_TOKENS) if "epoch" in own else 0,
-            content_seed=_random_id(own, "kvhma.content") if "content" in own else None,
-            items=_items(own, tokens) if "items" in own else (),
-        )
-        rows = _span_rows(own)
-        digest = bytes.fromhex(hex_digits(own, "kvhma.digest"))
-        _check_digest(own, secrets, remote._signed_bytes(rows), digest)
+        _VERSION.read(own)
+        found = {name: key.read(own if key.is_own else params) for name, key in _REQUIRED.items()}
+        found |= {name: key.read(own) for name, key in _OPTIONAL.items() if key.short in own}
+        lease_key = LeaseKey(*(found.pop(name) for name in LeaseKey._fields))
+        tp_size, pp_size = (None if params.get(key.name) is None else key.read(params) for key in _RANKS)
+        address = read_address(params)
+        remote = cls(address=address, lease_key=lease_key, spans=(), tp_size=tp_size, pp_size=pp_size, **found)
+        _check_order(remote)
+        spans = [list(span) for span in _SPANS.read(own)]
+        digest = bytes.fromhex(_DIGEST.read(own))
+        _check_digest(own, secrets, remote._signed_bytes(spans), digest)
         remote = remote._replace(digest=digest)
         if num_prompt_tokens is None:
             return remote
-        if tokens > num_prompt_tokens:
-            raise OtherPromptError(f"P computed {tokens} tokens, this prompt has {num_prompt_tokens}")
-        return remote._replace(spans=_spans(rows, tokens))
+        if remote.num_tokens > num_prompt_tokens:
+            raise OtherPromptError(f"P computed {remote.num_tokens} tokens, this prompt has {num_prompt_tokens}")
+        return remote._replace(spans=_spans(spans, remote.num_tokens))
+
+
+_ADDRESS = tuple(keys_of(Address).values())
+_VERSION = Key("kvhma.version", integer(VERSION, VERSION))
+_SIGNED = Key("kvhma.signed", FLAG)
+_DIGEST = Key("kvhma.digest", HEX_DIGITS)
+_SPANS = Key("kvhma.spans", rows(_WrittenSpan, _MAX_GROUPS))
+_RANKS = Key("tp_size", integer(1, _MAX_RANKS)), Key("pp_size", integer(1, _MAX_RANKS))
+_KEYS = keys_of(PrefillParams)
+_OPTIONAL = {name: key for name, key in _KEYS.items() if name in PrefillParams._field_defaults}
+_REQUIRED = {name: key for name, key in _KEYS.items() if name not in _OPTIONAL}
 
 
 def read_address(params: Mapping[str, Any]) -> Address:
@@ -300,7 +304,7 @@ def read_address(params: Mapping[str, Any]) -> Address:
     Raises:
         RequestError: the address is missing, or means every address of a machine, where the reader would find itself.
     """
-    address = Address(_text(params, "remote_host"), _integer(params, "remote_port", 1, 65535))
+    address = Address(*(key.read(params) for key in _ADDRESS))
     if address.is_wildcard:
         raise RequestError(
             f"kv_transfer_params: remote_host is {quote(address.host)}, expected where other engines reach P; set "
@@ -317,18 +321,6 @@ def leads_back(address: Address, engine_id: str) -> str:
     )
 
 
-def hex_digits(values: Mapping[str, Any], key: str) -> str:
-    """Return the 32 hexadecimal digits of 16 bytes in untrusted parameters.
-
-    Raises:
-        RequestError: the value is something else.
-    """
-    value = _get(values, key)
-    if not isinstance(value, str) or not _HEX_DIGITS.fullmatch(value):
-        raise RequestError(f"kv_transfer_params: {key} is {quote(value)}, expected 32 hexadecimal digits")
-    return value
-
-
 def random_id() -> int:
     """Return a random number of 64 bits."""
     return int.from_bytes(os.urandom(8), "little")
@@ -336,9 +328,7 @@ def random_id() -> int:
 
 def _check_digest(own: Mapping[str, Any], secrets: Secrets, signed: bytes, digest: bytes) -> None:
     """Refuse parameters that were changed, or that an engine with another secret wrote."""
-    has_secret = own.get("signed")
-    if not isinstance(has_secret, bool):
-        raise RequestError(f"kv_transfer_params: kvhma.signed is {quote(has_secret)}, expected true or false")
+    has_secret = _SIGNED.read(own)
     if has_secret != secrets.enabled:
         who = "P has a secret, this engine has none" if has_secret else "this engine has a secret, P has none"
         raise RequestError(
@@ -351,92 +341,21 @@ def _check_digest(own: Mapping[str, Any], secrets: Secrets, signed: bytes, diges
         raise RequestError(f"kv_transfer_params: kvhma.digest is {digest.hex()}, but not of these parameters: {why}")
 
 
-def _span_rows(own: Mapping[str, Any]) -> list[list[Any]]:
-    """Return the position and the text of each group's blocks, without reading the texts."""
-    rows = own.get("spans")
-    if not isinstance(rows, list) or not 0 < len(rows) <= _MAX_GROUPS:
-        raise RequestError(f"kv_transfer_params: kvhma.spans is {quote(rows)}, expected a list of 1..{_MAX_GROUPS}")
-    found: list[list[Any]] = []
-    for row in rows:
-        if not (isinstance(row, list) and len(row) == 2 and isinstance(row[1], str)):
-            raise RequestError(f"kv_transfer_params: kvhma.spans has {quote(row)}, expected [first, ids]")
-        found.append([_integer({"first": row[0]}, "kvhma.spans.first", 0, _MAX_ID), row[1]])
-    return found
+def _check_order(remote: PrefillParams) -> None:
+    """Refuse parts of an answer, and items of a prompt, that are in another order or after its tokens."""
+    lowest = 1
+    for prefix in remote.prefixes:
+        lowest = 1 + read_value(integer(lowest, remote.num_tokens - 1), prefix.num_tokens, "kvhma.prefixes.tokens")
+    lowest = 0
+    for item in remote.items:  # audio may be inside its video
+        lowest = read_value(integer(lowest, remote.num_tokens - 1), item.offset, "kvhma.items.offset")
 
 
-def _prefixes(own: Mapping[str, Any], tokens: int) -> tuple[Prefix, ...]:
-    rows = own["prefixes"]
-    if not isinstance(rows, list) or not 0 < len(rows) <= _MAX_PREFIXES:
-        raise RequestError(
-            f"kv_transfer_params: kvhma.prefixes is {quote(rows)}, expected a list of 1..{_MAX_PREFIXES}"
-        )
-    found: list[Prefix] = []
-    for row in rows:
-        if not isinstance(row, list) or len(row) != 2:
-            raise RequestError(f"kv_transfer_params: kvhma.prefixes has {quote(row)}, expected [tokens, digest]")
-        values = {"tokens": row[0], "digest": row[1]}
-        lowest = found[-1].num_tokens + 1 if found else 1
-        count = _integer(values, "kvhma.prefixes.tokens", lowest, tokens - 1)
-        found.append(Prefix(count, hex_digits(values, "kvhma.prefixes.digest")))
-    return tuple(found)
-
-
-def _items(own: Mapping[str, Any], tokens: int) -> tuple[Item, ...]:
-    rows = own["items"]
-    if not isinstance(rows, list) or not 0 < len(rows) <= _MAX_ITEMS:
-        raise RequestError(f"kv_transfer_params: kvhma.items is {quote(rows)}, expected a list of 1..{_MAX_ITEMS}")
-    found: list[Item] = []
-    for row in rows:
-        if not isinstance(row, list) or len(row) != len(Item._fields):
-            raise RequestError(f"kv_transfer_params: kvhma.items has {quote(row)}, expected {list(Item._fields)}")
-        values = dict(zip(Item._fields, row, strict=True))
-        # Audio may be inside its video.
-        offset = _integer(values, "kvhma.items.offset", found[-1].offset if found else 0, tokens - 1)
-        length = _integer(values, "kvhma.items.length", 1, _MAX_TOKENS)
-        identifier, modality = _text(values, "kvhma.items.identifier"), _text(values, "kvhma.items.modality")
-        found.append(Item(identifier, modality, offset, length, hex_digits(values, "kvhma.items.shape")))
-    return tuple(found)
-
-
-def _spans(rows: list[list[Any]], tokens: int) -> tuple[Span, ...]:
+def _spans(written: list[list[Any]], tokens: int) -> tuple[Span, ...]:
     spans = []
     left = _BLOCKS_PER_TOKEN * tokens + _MAX_GROUPS
-    for first, text in rows:
+    for first, text in written:
         ids = text_to_ids(text, min(left, tokens + _MAX_GROUPS))
         left -= len(ids)
         spans.append(Span(first, ids))
     return tuple(spans)
-
-
-def _get(values: Mapping[str, Any], key: str) -> Any:
-    return values.get(key.rsplit(".", 1)[-1])
-
-
-def _text(values: Mapping[str, Any], key: str) -> str:
-    value = _get(values, key)
-    if not isinstance(value, str) or not 0 < len(value) <= _MAX_NAME or not value.isprintable():
-        raise RequestError(f"kv_transfer_params: {key} is {quote(value)}, expected 1..{_MAX_NAME} printable characters")
-    return value
-
-
-def _integer(values: Mapping[str, Any], key: str, low: int, high: int) -> int:
-    """Return an integer, even if a router has written it as 387.0: protobuf's Struct and Lua only have floats."""
-    value = _get(values, key)
-    whole = value.is_integer() if isinstance(value, float) else isinstance(value, int) and not isinstance(value, bool)
-    if not whole or not low <= value <= high:
-        raise RequestError(f"kv_transfer_params: {key} is {quote(value)}, expected an integer in {low}..{high}")
-    return int(value)
-
-
-def _seconds(values: Mapping[str, Any], key: str) -> float:
-    value = _get(values, key)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0.1 <= value <= 1e9:  # nan is in no range
-        raise RequestError(f"kv_transfer_params: {key} is {quote(value)}, expected seconds")
-    return float(value)
-
-
-def _random_id(values: Mapping[str, Any], key: str) -> int:
-    value = _get(values, key)
-    if not isinstance(value, str) or not _HEX_ID.fullmatch(value):
-        raise RequestError(f"kv_transfer_params: {key} is {quote(value)}, expected 16 hexadecimal digits")
-    return int(value, 16)

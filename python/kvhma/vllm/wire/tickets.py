@@ -6,10 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kvhma.vllm.wire.params import Address, hex_digits, read_address
+from kvhma.vllm.wire.params import Address, read_address
+from kvhma.vllm.wire.values import HEX_DIGITS, Key
 
 TICKET = "kvhma_ticket"
 """Key of the ticket that a proxy draws when it asks P and D at once."""
+
+_TICKET = Key(TICKET, HEX_DIGITS)
 
 
 class Ticket(NamedTuple):
@@ -30,7 +33,7 @@ def read_ticket_id(params: Mapping[str, Any]) -> bytes | None:
     Raises:
         RequestError: the value is not a ticket.
     """
-    return None if params.get(TICKET) is None else bytes.fromhex(hex_digits(params, TICKET))
+    return None if params.get(TICKET) is None else bytes.fromhex(_TICKET.read(params))
 
 
 def read_ticket(params: Mapping[str, Any]) -> Ticket | None:
