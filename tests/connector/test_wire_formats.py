@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvhma import Span
-from kvhma.errors import HandshakeError
+from kvhma.errors import HandshakeError, RequestError
 from kvhma.vllm.identity import ModelIdentity, decode_extra, encode_extra
 from kvhma.vllm.wire.messages import (
     AskEngineInfo,
@@ -22,16 +22,20 @@ from kvhma.vllm.wire.messages import (
     LeaseState,
     Outcome,
     Problem,
+    Progress,
     Refused,
     Release,
     Renew,
+    Settled,
     SignedWorkerIdentity,
     frame,
     frame_length,
     read_answer,
     read_claim,
+    read_params,
     read_question,
     write_claim,
+    write_params,
 )
 from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey, PrefillParams
 from kvhma.vllm.wire.proofs import ProofKey, is_proved, prove, sign_identity, verify_identity
@@ -104,6 +108,38 @@ def test_questions(question, recorded):
 def test_answers(answer, recorded):
     assert msgspec.msgpack.encode(answer).hex() == recorded
     assert read_answer(bytes.fromhex(recorded)) == answer
+
+
+PROGRESS = "83a474797065a870726f6772657373a776657273696f6e03a6706172616d73"
+PARAMS = {"remote_port": 5600, "kvhma": {"lease": 30.0, "spans": [[0, "1-2"]]}}
+MAP = "82ab72656d6f74655f706f7274cd15e0a56b76686d6182a56c65617365cb403e000000000000a57370616e73919200a3312d32"
+
+
+def test_progress_with_blocks():
+    progress = Progress(1, "p", epoch=1, tokens=64, blocks=[Settled(0, 2, "3-4")])
+    recorded = (
+        "86a474797065a870726f6772657373a776657273696f6e01a9656e67696e655f6964a170a565706f636801a6746f6b656e7340"
+        "a6626c6f636b7391930002a3332d34"
+    )
+    assert msgspec.msgpack.encode(progress).hex() == recorded
+    assert msgspec.msgpack.encode(read_answer(bytes.fromhex(recorded))).hex() == recorded
+
+
+def test_progress_with_the_parameters_of_a_request():
+    assert msgspec.msgpack.encode(Progress(3, params=write_params(PARAMS))).hex() == PROGRESS + MAP
+    answer = read_answer(bytes.fromhex(PROGRESS + MAP))
+    assert isinstance(answer, Progress)
+    assert read_params(answer.params) == PARAMS
+
+
+@pytest.mark.parametrize("params", [b'{"remote_port": 5600}', [], None, 7, {7: 7}, "text"], ids=str)
+def test_progress_with_other_parameters_is_an_answer_and_they_are_refused(params):
+    """An older P sends JSON in bytes. The error is of the request, so D does not ask again."""
+    answer = read_answer(msgspec.msgpack.encode(Progress(3, params=params)))
+    assert isinstance(answer, Progress)
+    assert answer.params, "it is over"
+    with pytest.raises(RequestError, match="P's parameters are not a map, does P run an older kvhma"):
+        read_params(answer.params)
 
 
 def test_a_problem():

@@ -128,7 +128,7 @@ def test_what_followers_see_is_the_state(seed: int) -> None:
             tokens = 0
             made.begin_epoch(TICKET)
         elif choice == "hand_off":
-            made.hand_off(TICKET, b"{}", CLAIM)
+            made.hand_off(TICKET, {}, CLAIM)
             is_over = True
         else:
             made.end_ticket(TICKET, "aborted")
@@ -163,7 +163,7 @@ def test_a_ticket_that_was_cancelled_before_p_knew_it_is_of_no_use() -> None:
 def test_blocks_of_a_request_that_was_cancelled_as_it_ended_are_released() -> None:
     made, _, released = table()
     made.cancel_ticket(TICKET)
-    made.hand_off(TICKET, b"{}", CLAIM)
+    made.hand_off(TICKET, {}, CLAIM)
     assert released == [CLAIM]
 
 
@@ -174,7 +174,7 @@ def test_p_forgets_what_is_over_and_nothing_else(monkeypatch: pytest.MonkeyPatch
     other = bytes(15) + b"1"
     made.open_ticket(other, "other", SOURCE, 2, 100, "")
     made.cancel_ticket(other)  # P still computes it
-    made.hand_off(TICKET, b"{}", CLAIM)
+    made.hand_off(TICKET, {}, CLAIM)
     one, now = made.offer(TICKET), 131.0
     assert made.open_ticket(bytes(15) + b"2", "new", SOURCE, 2, 100, "")
     assert (len(made), one.state) == (2, OfferState.ENDED)

@@ -20,9 +20,12 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from kvhma._kvhma import ids_to_text
-from kvhma.vllm.wire.messages import Follow, Progress, Settled
+from kvhma.vllm.wire.messages import NO_PARAMS, Follow, Progress, Settled, write_params
 from kvhma.vllm.wire.params import Incarnation, LeaseClaim
 
 MAX_TICKETS = 4096
@@ -100,7 +103,7 @@ class Offer:
         epoch: of the settled tokens.
         tokens: number of settled tokens, in whole blocks.
         blocks: tokens of a block, and ids of the blocks of these tokens, by index of the group.
-        params: parameters for D, as JSON; empty unless HELD.
+        params: parameters for D; empty unless HELD.
         claim: of the blocks of the hand-off; None unless HELD.
         ended: why there is no hand-off; empty unless ENDED.
         steps: number of each step in flight, and how many tokens are computed after it.
@@ -118,7 +121,7 @@ class Offer:
     epoch: int = 1
     tokens: int = 0
     blocks: Mapping[int, tuple[int, list[int]]] = field(default_factory=dict)
-    params: bytes = b""
+    params: msgspec.Raw = field(default_factory=lambda: NO_PARAMS)
     claim: LeaseClaim | None = None
     ended: str = ""
     # Used by the scheduler's thread only:
@@ -233,11 +236,12 @@ class TicketTable:
 
         self._move(self.offer(ticket), OfferEvent.OVERWRITTEN, begin)
 
-    def hand_off(self, ticket: bytes, params: bytes, claim: LeaseClaim) -> None:
+    def hand_off(self, ticket: bytes, params: Mapping[str, Any], claim: LeaseClaim) -> None:
         """Publish the parameters of a request that has ended; the `claim` is that of its blocks."""
+        written = write_params(params)
 
         def hold(offer: Offer) -> None:
-            offer.params, offer.claim, offer.blocks = params, claim, {}
+            offer.params, offer.claim, offer.blocks = written, claim, {}
 
         self._move(self.offer(ticket), OfferEvent.HANDED_OFF, hold, claim)
 
@@ -265,7 +269,7 @@ class TicketTable:
 
     def _end(self, offer: Offer, event: OfferEvent, why: str) -> None:
         def end(offer: Offer) -> None:
-            offer.params, offer.claim, offer.blocks, offer.ended = b"", None, {}, why
+            offer.params, offer.claim, offer.blocks, offer.ended = NO_PARAMS, None, {}, why
 
         self._move(offer, event, end)
 

@@ -7,7 +7,6 @@ before that. So every step has a number, which the workers send back with its re
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -201,7 +200,7 @@ class SettlingRequests:
         if params is None or claim is None:
             self.tickets.end_ticket(offer.ticket, "P does not hold it: it was aborted, or P cannot hand it off")
         else:
-            self.tickets.hand_off(offer.ticket, json.dumps(params).encode(), claim)
+            self.tickets.hand_off(offer.ticket, params, claim)
 
     def end_all(self) -> None:
         """End all offers: the caches are gone."""

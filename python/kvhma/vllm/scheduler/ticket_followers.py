@@ -9,7 +9,6 @@ new --> connecting --> asked: P replies when there is progress --> asked again .
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import select
 import socket
@@ -27,7 +26,7 @@ from kvhma.vllm.threads import SupervisedThread
 from kvhma.vllm.wire import peer_log
 from kvhma.vllm.wire.calls import Calls
 from kvhma.vllm.wire.client import Client
-from kvhma.vllm.wire.messages import Done, Follow, Progress, Unfollow
+from kvhma.vllm.wire.messages import Done, Follow, Progress, Unfollow, read_params
 from kvhma.vllm.wire.names import resolve
 from kvhma.vllm.wire.params import Address, Incarnation
 from kvhma.vllm.wire.secrets import Secrets
@@ -160,7 +159,7 @@ class TicketFollower:
             self.source = source  # last: a reader without the lock that sees it sees the other values too
             self.error = one_line(progress.ended) if progress.ended else ""
             if progress.params:
-                self.params = _parse_params(progress.params)
+                self.params = read_params(progress.params)
             elif not progress.ended:
                 if progress.epoch != self.epoch:
                     self.epoch, self.tokens, self.tables = progress.epoch, 0, {}
@@ -446,13 +445,3 @@ def _hang_up(follower: TicketFollower) -> None:
 def _close_result(connecting: Future[Client]) -> None:
     if connecting.exception() is None:
         connecting.result().close()
-
-
-def _parse_params(data: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"P's parameters are not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise RequestError(f"P's parameters are a {type(found).__name__}")
-    return found

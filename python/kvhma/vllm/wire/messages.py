@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import enum
 import struct
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import msgspec
 
-from kvhma.errors import HandshakeError
+from kvhma.errors import HandshakeError, RequestError
 from kvhma.nixl import MAX_HANDSHAKE_BYTES
 from kvhma.text import one_line
 from kvhma.vllm.wire.params import LeaseClaim, LeaseKey
@@ -221,6 +222,10 @@ class Settled(msgspec.Struct, frozen=True, array_like=True):
     ids: Annotated[str, msgspec.Meta(max_length=MAX_IDS_TEXT)]
 
 
+NO_PARAMS = msgspec.Raw()
+"""Of a request that P has not handed off."""
+
+
 class Progress(msgspec.Struct, tag="progress", frozen=True, omit_defaults=True):
     """How far the request of a ticket is. Of an unknown ticket only the version is set.
 
@@ -235,7 +240,8 @@ class Progress(msgspec.Struct, tag="progress", frozen=True, omit_defaults=True):
         epoch: of the settled tokens. After a new epoch, blocks that were read earlier may have been overwritten.
         tokens: number of settled tokens.
         blocks: of settled tokens, as far as answers of this epoch have not named them.
-        params: JSON of the ``kv_transfer_params`` that P has handed out for D; empty until then.
+        params: the ``kv_transfer_params`` that P has handed out for D, a map; empty until then. It is read apart, by
+            :func:`read_params`, so that other parameters end one request and no connection.
         ended: why there will be no hand-off; empty while it is possible.
     """
 
@@ -249,7 +255,7 @@ class Progress(msgspec.Struct, tag="progress", frozen=True, omit_defaults=True):
     epoch: Version = 0
     tokens: Tokens = 0
     blocks: Annotated[list[Settled], msgspec.Meta(max_length=256)] = []
-    params: bytes = b""
+    params: msgspec.Raw = NO_PARAMS
     ended: Text = ""
 
 
@@ -271,6 +277,7 @@ HEADER_BYTES = _HEADER.size
 
 _questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_params: msgspec.msgpack.Decoder[dict[str, Any]] = msgspec.msgpack.Decoder(dict[str, Any])
 
 
 def frame(message: Question | Answer) -> bytes:
@@ -310,6 +317,23 @@ def read_answer(data: bytes | memoryview) -> Answer:
     if isinstance(answer, Problem):
         raise HandshakeError(f"the peer says: {one_line(answer.text)}")
     return answer
+
+
+def write_params(params: Mapping[str, Any]) -> msgspec.Raw:
+    """Return ``kv_transfer_params`` as messages carry them."""
+    return msgspec.Raw(msgspec.msgpack.encode(params))
+
+
+def read_params(data: msgspec.Raw) -> dict[str, Any]:
+    """Return the ``kv_transfer_params`` of a message. The receiver of the message has bounded its length.
+
+    Raises:
+        RequestError: they are no map from texts. An older kvhma sent JSON.
+    """
+    try:
+        return _params.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"P's parameters are not a map, does P run an older kvhma? {error}"[:500]) from error
 
 
 def read_claim(claim: WireClaim) -> LeaseClaim:
