@@ -358,6 +358,7 @@ def test_model_is_checked(change: dict[str, Any], text: str) -> None:
         (lambda: Attention("full", 1, 8, dtype="int3"), "dtype 'int3'"),
         (lambda: replace(SLIDING, attention=(Attention("full", 2, 8),) * 2), "attention 'full' appears twice"),
         (lambda: replace(SLIDING, attention=(Attention("full", 2, 8, name="gdn"),)), "attention 'gdn'"),
+        (lambda: replace(SLIDING, attention=(Attention("full", 2, 8, name="a+b"),)), "attention 'a\\+b'"),
         (lambda: replace(SLIDING, layers=("full+full",)), "two caches of one place"),
         (lambda: replace(SLIDING, query_heads=0), "query_heads 0"),
         (lambda: replace(SPARSE, dtype="float8_e4m3fn"), "dtype float8_e4m3fn next to an index"),

@@ -7,6 +7,7 @@ The table is ``data/models.json``; :mod:`kvhma.models.vllm_layout` turns a model
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -24,6 +25,12 @@ ATTENTION_KINDS: frozenset[str] = frozenset(get_args(AttentionKind))
 STATE_KINDS: frozenset[str] = frozenset(get_args(StateKind))
 LATENT_KINDS: frozenset[str] = frozenset(("mla", "indexer"))
 """Kinds with one vector for each token, which every rank holds whole."""
+
+_NOT_ATTENTION = STATE_KINDS | {"none"}
+"""Names in `Model.layers` that no attention may have."""
+
+_LIMITS = {"sliding": "window", "chunked": "chunk"}
+"""The field that limits the tokens of a kind of attention, which a layer of that kind needs."""
 
 _MODULES = {"indexer": "self_attn.indexer.k_cache", **dict.fromkeys(STATE_KINDS, "mixer")}
 """The place of a cache within its layer; attention is in ``self_attn.attn``."""
@@ -199,6 +206,11 @@ class Attention:
             item_bytes(self.dtype)
 
     @property
+    def layer_name(self) -> str:
+        """The name of such a layer in `Model.layers`."""
+        return self.name or self.kind
+
+    @property
     def has_scales(self) -> bool:
         """Whether it is an index in 8 bits, with a scale next to each key."""
         return self.kind == "indexer" and self.dtype is None
@@ -264,22 +276,27 @@ class Model:
     def __post_init__(self) -> None:
         """Check that every kind has the values that it needs."""
         item_bytes(self.dtype)
-        sizes = {"kv_heads": self.kv_heads, "head_dim": self.head_dim, "query_heads": self.query_heads}
-        if min(1 if value is None else value for value in sizes.values()) < 1:
-            given = ", ".join(f"{field} {value}" for field, value in sizes.items() if value is not None)
-            raise GeometryError(f"{self.name}: {given}; need at least 1")
-        names = [cache.name or cache.kind for cache in self.attention]
-        for name in names:
-            if names.count(name) > 1 or name in STATE_KINDS | {"none"} or "+" in name:
+        sizes = (("kv_heads", self.kv_heads), ("head_dim", self.head_dim), ("query_heads", self.query_heads))
+        given = {field: size for field, size in sizes if size is not None}
+        if min(given.values()) < 1:
+            text = ", ".join(f"{field} {size}" for field, size in given.items())
+            raise GeometryError(f"{self.name}: {text}; need at least 1")
+        for name, times in Counter(attention.layer_name for attention in self.attention).items():
+            if times > 1 or name in _NOT_ATTENTION or "+" in name:
                 raise GeometryError(f"{self.name}: attention {name!r} appears twice, or is the name of something else")
-        found = self.specs()
-        if len({name for name, _ in found}) < len(found):
+        specs = self.specs()
+        if len(dict(specs)) < len(specs):
             raise GeometryError(f"{self.name}: a layer has two caches of one place")
-        for kind, field in (("sliding", "window"), ("chunked", "chunk")):
-            if any(spec.kind == kind and getattr(spec, field) is None for _, spec in found):
-                raise GeometryError(f"{self.name}: {kind} layers, but {field} is missing")
-        scaled = any(isinstance(spec, Attention) and spec.has_scales for _, spec in found)
-        if scaled and item_bytes(self.dtype) == 1:
+        for _, spec in specs:
+            if isinstance(spec, Attention):
+                self._check_attention(spec)
+
+    def _check_attention(self, spec: Attention) -> None:
+        """Check a layer's attention, with the model's own values filled in."""
+        limit = _LIMITS.get(spec.kind)
+        if limit is not None and getattr(spec, limit) is None:
+            raise GeometryError(f"{self.name}: {spec.kind} layers, but {limit} is missing")
+        if spec.has_scales and item_bytes(self.dtype) == 1:
             raise GeometryError(
                 f"{self.name}: dtype {self.dtype} next to an index: which of two formats of 8 bits the latent has is "
                 "the attention kernel's choice"
@@ -293,7 +310,7 @@ class Model:
         Raises:
             GeometryError: an unknown layer kind, or a state that the model does not have.
         """
-        named = {cache.name or cache.kind: self._complete(cache) for cache in self.attention}
+        named = {cache.layer_name: self._complete(cache) for cache in self.attention}
         found: list[tuple[str, Attention | State]] = []
         for index, layer in enumerate(self.layers):
             for word in () if layer == "none" else layer.split("+"):
