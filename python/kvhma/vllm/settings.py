@@ -317,14 +317,11 @@ class Settings:
         unknown = set(extra) - known.keys() - _UPSTREAM.keys()
         if unknown:
             raise SettingsError(f"kv_connector_extra_config: unknown {sorted(unknown)}, known are {sorted(known)}")
-        given = {}
-        for name, row in known.items():
-            if (value := extra.get(name)) is not None:
-                try:
-                    given[name] = row.kind.read(value)
-                except ValueError:
-                    raise _wrong(name, value, row.kind.expected) from None
-        if (host := given.get("advertised_host")) is not None and Address(host, 0).is_wildcard:
+        given = {
+            name: _read_value(name, row.kind, extra[name]) for name, row in known.items() if extra.get(name) is not None
+        }
+        host = given.get("advertised_host")
+        if host is not None and Address(host, 0).is_wildcard:
             raise _wrong("advertised_host", host, "one address, which other engines reach")
         ignored = (f"{name} ({why})" for name, (off, why) in _UPSTREAM.items() if extra.get(name, off) != off)
         return cls(**given, ignored=tuple(ignored))
@@ -367,6 +364,13 @@ _UPSTREAM: dict[str, tuple[Any, str]] = {
 def rows() -> dict[str, Row]:
     """Return the settings by name, in the order of the page."""
     return {item.name: item.metadata["row"] for item in fields(Settings) if "row" in item.metadata}
+
+
+def _read_value(name: str, kind: Kind, value: Any) -> Any:
+    try:
+        return kind.read(value)
+    except ValueError:
+        raise _wrong(name, value, kind.expected) from None
 
 
 def _wrong(name: str, value: Any, expected: str) -> SettingsError:
