@@ -22,12 +22,11 @@ from kvhma.cli.format import (
     Sheet,
     duration,
     plural,
-    print_csv,
-    print_json,
-    print_sheets,
+    print_result,
     progress,
     size,
     table_options,
+    watched,
 )
 from kvhma.cli.model_names import complete_model
 from kvhma.cli.svg import COLUMN, Drawing, check_drawing
@@ -72,16 +71,12 @@ def maths(
                 row[name] = _best(call)
                 bar.advance(task)
             rows.append(row)
-    if style == "json":
-        print_json({"kvhma_bench_maths": 1, "model": hand_off.name, "rows": rows})
-    elif style == "csv":
-        print_csv(rows)
-    else:
-        title = f"{hand_off.name}: best of {_SECONDS} s"
-        cells = [
-            (f"{row['tokens']:,}", f"{row['descriptors']:,}", *(duration(row[name]) for name in calls)) for row in rows
-        ]
-        print_sheets([Sheet(title, "rrrrr", ("tokens", "descriptors", *calls), cells)], style)
+    form = {"kvhma_bench_maths": 1, "model": hand_off.name, "rows": rows}
+    cells = [
+        (f"{row['tokens']:,}", f"{row['descriptors']:,}", *(duration(row[name]) for name in calls)) for row in rows
+    ]
+    sheet = Sheet(f"{hand_off.name}: best of {_SECONDS} s", "rrrrr", ("tokens", "descriptors", *calls), cells)
+    print_result(style, form=form, rows=rows, sheets=[sheet])
 
 
 @bench.command("link")
@@ -120,12 +115,8 @@ def link_(save: Path | None, no_save: bool, output: Path | None, style: str, qui
         check_drawing(output)
     if save is not None and no_save:
         raise click.UsageError("--save and --no-save exclude each other")
-    points = []
-    with progress(quiet or style != "table") as bar:
-        task = bar.add_task("reading", total=2 * len(reads["sizes"]))
-        for point in loop_back.measure(**reads):
-            points.append(point)
-            bar.advance(task)
+    reading = watched("reading", loop_back.measure(**reads), quiet or style != "table", 2 * len(reads["sizes"]))
+    points = list(reading)
     constants = loop_back.fit(points, f"measured, {reads['backend']}, two processes of one machine")
     saved = None if no_save else save or link_file()
     if saved is not None:
@@ -133,14 +124,9 @@ def link_(save: Path | None, no_save: bool, output: Path | None, style: str, qui
     if output is not None:
         _write(output, points, constants)
     rows = [{**asdict(point), "bytes": point.bytes} for point in points]
-    if style == "json":
-        print_json({"kvhma_bench_link": 1, "points": rows, **asdict(constants), "saved": saved and str(saved)})
-        return
-    if style == "csv":
-        print_csv(rows)
-        return
-    _print(points, constants, style)
-    if saved is not None and not quiet:
+    form = {"kvhma_bench_link": 1, "points": rows, **asdict(constants), "saved": saved and str(saved)}
+    print_result(style, form=form, rows=rows, sheets=[_sheet(points, constants)])
+    if saved is not None and not quiet and style in ("table", "markdown"):
         click.echo(f"stored for `kvhma plan` in {click.format_filename(saved)}")
 
 
@@ -166,7 +152,7 @@ def _best(call: Callable[[], object]) -> float:
     return best
 
 
-def _print(points: list[loop_back.Point], constants: Link, style: str) -> None:
+def _sheet(points: list[loop_back.Point], constants: Link) -> Sheet:
     fastest = max(point.bytes / point.seconds for point in points)
     rows = [
         (
@@ -184,7 +170,7 @@ def _print(points: list[loop_back.Point], constants: Link, style: str) -> None:
         f"{constants.bytes_per_second / 1e9:.2f} GB/s"
     )
     columns = ("blocks", "in", "time", "GB/s", "", "model")
-    print_sheets([Sheet("two processes, best of the repeats", "rrrrlr", columns, rows, law)], style)
+    return Sheet("two processes, best of the repeats", "rrrrlr", columns, rows, law)
 
 
 def _write(output: Path, points: list[loop_back.Point], constants: Link) -> None:

@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from kvhma.cli.compare.engines import total
 from kvhma.cli.compare.selection import select_all
-from kvhma.cli.format import Sheet, plural, print_csv, print_json, print_sheets, progress, table_options
+from kvhma.cli.format import Sheet, plural, print_result, progress, table_options
 from kvhma.cli.hand_off import NO_HMA, VLLM, HandOff, vllm_counts
 from kvhma.cli.model_names import complete_model, find_model
 from kvhma.cli.scenario import Scenario, scenario
@@ -55,7 +55,12 @@ def demo(names: tuple[str, ...], style: str, quiet: bool, corrupt: bool, **given
         for plan in plans:
             name = plan.model.name
             results[name] = [_row(request, outcome) for request, outcome in _run(plan, corrupt, bar)]
-    _print(results, style)
+    print_result(
+        style,
+        form={"kvhma_demo": 1, "models": results},
+        rows=[_flat(name, row) for name, rows in results.items() for row in rows],
+        sheets=[_sheet(name, rows) for name, rows in results.items()],
+    )
     wrong = [f"{name}: {row['name']}: {row['wrong']}" for name, rows in results.items() for row in rows if row["wrong"]]
     for line in wrong:
         click.echo(f"wrong byte: {line}", err=True)
@@ -87,15 +92,6 @@ def _row(request: HandOff, outcome: Outcome) -> dict[str, Any]:
         "no_hma": {"descriptors": full.descriptors, "bytes": full.bytes},
         "vllm": asdict(total(vllm_counts(request))),
     }
-
-
-def _print(results: dict[str, list[dict[str, Any]]], style: str) -> None:
-    if style == "json":
-        print_json({"kvhma_demo": 1, "models": results})
-    elif style == "csv":
-        print_csv([_flat(name, row) for name, rows in results.items() for row in rows])
-    else:
-        print_sheets([_sheet(name, rows) for name, rows in results.items()], style)
 
 
 def _flat(name: str, row: dict[str, Any]) -> dict[str, Any]:

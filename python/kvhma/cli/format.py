@@ -83,6 +83,23 @@ class Sheet:
         return f"{title}{text}\n" + "".join(f"\n{_escaped(line)}\n" for line in self.caption.splitlines())
 
 
+def print_result(style: str, *, form: object, rows: Sequence[Mapping[str, Any]], sheets: Sequence[Sheet]) -> None:
+    """Print a result in one of `STYLES`.
+
+    Args:
+        style: the style.
+        form: the result for ``json``.
+        rows: the result for ``csv``.
+        sheets: the result for ``table`` and ``markdown``.
+    """
+    if style == "json":
+        print_json(form)
+    elif style == "csv":
+        print_csv(rows)
+    else:
+        print_sheets(sheets, style)
+
+
 def print_sheets(sheets: Sequence[Sheet], style: str) -> None:
     """Print tables, with an empty line between them, in the style ``table`` or ``markdown``."""
     if style == "markdown":
@@ -166,7 +183,7 @@ def progress(quiet: bool) -> Progress:
     return Progress(console=console, transient=True, disable=quiet or not console.is_terminal)
 
 
-def watched(what: str, items: Sequence[T], quiet: bool) -> Iterable[T]:
-    """Iterate over items, with a progress bar on the error stream of a terminal."""
+def watched(what: str, items: Iterable[T], quiet: bool, total: int | None = None) -> Iterable[T]:
+    """Iterate over items, with a progress bar on the error stream of a terminal; `total` if they have no length."""
     with progress(quiet) as bar:
-        yield from bar.track(items, description=what)
+        yield from bar.track(items, total, description=what)

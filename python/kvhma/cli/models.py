@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from kvhma.cli.format import Sheet, print_csv, print_json, print_sheets, size, table_options
+from kvhma.cli.format import Sheet, print_result, size, table_options
 from kvhma.models import Attention, Model, State, hub_ids
 from kvhma.models import models as table
 from kvhma.models.pages import state_bytes
@@ -31,12 +31,9 @@ def models_(style: str, quiet: bool) -> None:
     rows = [_row(model) for model in table().values()]
     if quiet and style == "table":
         click.echo("\n".join(row["name"] for row in rows))
-    elif style == "json":
-        print_json({"kvhma_models": 1, "models": rows})
-    elif style == "csv":
-        print_csv([{**row, "hub_ids": " ".join(row["hub_ids"]), "layers": _layers(row["layers"])} for row in rows])
-    else:
-        print_sheets([_sheet(rows)], style)
+        return
+    flat = [{**row, "hub_ids": " ".join(row["hub_ids"]), "layers": _layers(row["layers"])} for row in rows]
+    print_result(style, form={"kvhma_models": 1, "models": rows}, rows=flat, sheets=[_sheet(rows)])
 
 
 def _row(model: Model) -> dict[str, Any]:

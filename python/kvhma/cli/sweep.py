@@ -18,9 +18,7 @@ from kvhma.cli.faster import own_seconds, slower
 from kvhma.cli.format import (
     Sheet,
     duration,
-    print_csv,
-    print_json,
-    print_sheets,
+    print_result,
     size,
     table_options,
     watched,
@@ -88,20 +86,13 @@ def sweep(
     rows = [_row(found, case, given["pool"], constants) for case in watched("planning", cases, quiet)]
     if output is not None:
         _plot(found.model.name, cases, rows, output)
-    if style == "json":
-        print_json(
-            {
-                "kvhma_sweep": 1,
-                "model": found.model.name,
-                "layout": found.layout,
-                "rows": rows,
-                "link": asdict(constants),
-            }
-        )
-    elif style == "csv":
-        print_csv([_flat(row) for row in rows])
-    else:
-        print_sheets([_sheet(f"{found.model.name} (layout: {found.layout})", rows, constants)], style)
+    name, layout = found.model.name, found.layout
+    print_result(
+        style,
+        form={"kvhma_sweep": 1, "model": name, "layout": layout, "rows": rows, "link": asdict(constants)},
+        rows=[_flat(row) for row in rows],
+        sheets=[_sheet(f"{name} (layout: {layout})", rows, constants)],
+    )
 
 
 def _row(asked: AskedModel, case: _Case, pool: Any, link: Link) -> dict[str, Any]:
