@@ -676,6 +676,20 @@ def test_different_kernel_blocks_have_a_note() -> None:
         assert any(words in note for note in notes) == noted
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "note"),
+    [
+        ("DeepSeek-V3", ("--prefill", "tp=4"), "nothing is read from P rank 1–3: another rank holds the same"),
+        (NANO, ("--decode", "block=32", "--cached", 1024), "vLLM 0.32 allows no prefix hit between engines"),
+        ("gemma-3-4b", (), "139,264 bytes after the last token come along"),
+    ],
+)
+def test_notes_on_what_is_not_read_and_what_comes_along(name: str, options: tuple[Any, ...], note: str) -> None:
+    for tokens, noted in ((8191, True), (8192, "come along" not in note)):
+        notes = cli("plan", name, "--tokens", tokens, *options, "--json").form["notes"]
+        assert any(text.startswith(note) for text in notes) == noted
+
+
 def test_the_output_names_the_table(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(NEMOTRON_3_NANO))

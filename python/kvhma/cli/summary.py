@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvhma.cli.compare.block_tables import main_group
-from kvhma.cli.compare.engines import kernel_block_size
 from kvhma.cli.format import plural, ranges
 from kvhma.cli.hand_off import VLLM, Counted, HandOff
 from kvhma.geometry import Geometry, Group
@@ -79,41 +78,61 @@ def _what(group: Group, tokens: int, cached_blocks: int) -> str:
 
 def notes(hand_off: HandOff, counted: Counted) -> list[str]:
     """Return notes for a reader of the numbers."""
-    found = list(counted.findings)
-    if hand_off.cached:
-        for index, group in enumerate(hand_off.decode[0].groups):
-            whole = hand_off.cached_blocks[index] * group.block_size * group.cp_size
-            if group.kind != "ssm" and whole != hand_off.cached:
-                blocks = plural(hand_off.cached_blocks[index], "whole block")
-                found.append(
-                    f"--cached {hand_off.cached:,} is {blocks} of {group.block_size:,} tokens in group {index}: "
-                    f"{whole:,} tokens are not read"
-                )
-                break
-    if counted.excess:
-        found.append(f"{counted.excess:,} bytes after the last token come along: a whole last block is fewer copies")
-    if counted.zeroed:
-        found.append(
-            f"{counted.zeroed:,} bytes of D's blocks are zeroed before the read: no token of the request is there"
-        )
+    excess = f"{counted.excess:,} bytes after the last token come along: a whole last block is fewer copies"
+    zeroed = f"{counted.zeroed:,} bytes of D's blocks are zeroed before the read: no token of the request is there"
+    sides = zip(("decode", "prefill"), hand_off.dp_sizes, strict=True)
+    own = (
+        _note_on_cached(hand_off),
+        excess if counted.excess else None,
+        zeroed if counted.zeroed else None,
+        _note_on_idle_ranks(hand_off, counted),
+        _note_on_block_ratio(hand_off, counted),
+        *(
+            f"{name} dp={size}: a request is on one of {size} engines, and these are the numbers of one"
+            for name, size in sides
+            if size > 1
+        ),
+        _note_on_kernel_blocks(hand_off, counted),
+    )
+    return [*counted.findings, *(note for note in own if note is not None)]
+
+
+def _note_on_cached(hand_off: HandOff) -> str | None:
+    for index, (group, cached) in enumerate(zip(hand_off.decode[0].groups, hand_off.cached_blocks, strict=True)):
+        tokens = cached * group.block_size * group.cp_size
+        if group.kind != "ssm" and tokens != hand_off.cached:
+            return (
+                f"--cached {hand_off.cached:,} is {plural(cached, 'whole block')} of {group.block_size:,} tokens in "
+                f"group {index}: {tokens:,} tokens are not read"
+            )
+    return None
+
+
+def _note_on_idle_ranks(hand_off: HandOff, counted: Counted) -> str | None:
     idle = set(range(len(hand_off.prefill))) - {read.prefill_index for read in counted.reads}
-    if idle:
-        ranks = ranges(sorted(hand_off.prefill_ranks[index] for index in idle))
-        found.append(f"nothing is read from P rank {ranks}: another rank holds the same, or D needs none of it")
-    if hand_off.cached and counted.vllm.why_not is None and _ratios(hand_off.decode[0]) != _ratios(hand_off.prefill[0]):
-        found.append(f"{VLLM} allows no prefix hit between engines of different block ratio; its count assumes one")
-    for name, size in zip(("decode", "prefill"), hand_off.dp_sizes, strict=True):
-        if size > 1:
-            found.append(f"{name} dp={size}: a request is on one of {size} engines, and these are the numbers of one")
-    kernels = [kernel_block_size(ranks[0]) for ranks in (hand_off.decode, hand_off.prefill)]
-    descriptors = counted.vllm.total.descriptors
-    if kernels[0] != kernels[1] and 0 < descriptors < counted.total.descriptors:
-        found.append(
-            f"kernel blocks of {kernels[0]} tokens on D and {kernels[1]} on P: with heads outside of tokens, each "
-            "head of a block is a separate copy. Equal kernel blocks, or layout=LBNHC, need fewer. vLLM reads whole "
-            "blocks and moves the tokens on the device afterwards"
-        )
-    return found
+    if not idle:
+        return None
+    ranks = ranges(sorted(hand_off.prefill_ranks[index] for index in idle))
+    return f"nothing is read from P rank {ranks}: another rank holds the same, or D needs none of it"
+
+
+def _note_on_block_ratio(hand_off: HandOff, counted: Counted) -> str | None:
+    if not hand_off.cached or counted.vllm.why_not is not None:
+        return None
+    if _ratios(hand_off.decode[0]) == _ratios(hand_off.prefill[0]):
+        return None
+    return f"{VLLM} allows no prefix hit between engines of different block ratio; its count assumes one"
+
+
+def _note_on_kernel_blocks(hand_off: HandOff, counted: Counted) -> str | None:
+    local, remote = hand_off.kernel_blocks
+    if local == remote or not 0 < counted.vllm.total.descriptors < counted.total.descriptors:
+        return None
+    return (
+        f"kernel blocks of {local} tokens on D and {remote} on P: with heads outside of tokens, each head of a block "
+        "is a separate copy. Equal kernel blocks, or layout=LBNHC, need fewer. vLLM reads whole blocks and moves the "
+        "tokens on the device afterwards"
+    )
 
 
 def _ratios(geometry: Geometry) -> list[int]:
