@@ -9,6 +9,7 @@ scales; on another GPU it shuffles the keys. docs/formats.md has the lists of th
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -247,27 +248,23 @@ def section_bytes(spec: Any, dtype: str, content: int, writer: Writer) -> tuple[
         content: bytes of a token in the view.
         writer: of the cache.
     """
-    if type(spec).__name__ not in _SPECS_WITHOUT_HEADS or spec.num_kv_heads != 1:
-        return None
-    if spec.num_head_slots is not None or spec.tokens_per_state != 1:
-        return None
-    if getattr(spec, "storage_block_size", None) is not None:  # vLLM 0.31: the view has other blocks than the kernel
+    if not _caches_one_vector(spec):
         return None
     if writer.backend in _BACKENDS_OF_MLA:
         return (content,) if _is_by_token(spec, content, writer) else None
-    # Each other format belongs to one model and one platform.
-    if writer.platform != "cuda" or _minor_version(writer) not in _KNOWN_VERSIONS:
-        return None
-    if writer.backend == "DEEPSEEK_V32_INDEXER":
-        return _indexer_sections(spec, dtype, content, writer)
-    if writer.backend == "DEEPSEEK_SPARSE_SWA":
-        return _window_sections(spec, content, writer)
-    if spec.state_content_bytes is not None or not _is_plain(spec, writer):
-        return None
-    by_token = writer.backend == "MINIMAX_M3_SPARSE_INDEXER" or (
-        (writer.backend, dtype) == ("CompressorBackend", "float32")
+    read = _SECTIONS.get((writer.backend, writer.platform, _minor_version(writer)))
+    return read(spec, dtype, content, writer) if read is not None else None
+
+
+def _caches_one_vector(spec: Any) -> bool:
+    """Return whether a layer caches one vector for each token, in the blocks of the kernel."""
+    return (
+        type(spec).__name__ in _SPECS_WITHOUT_HEADS
+        and spec.num_kv_heads == 1
+        and spec.num_head_slots is None
+        and spec.tokens_per_state == 1
+        and getattr(spec, "storage_block_size", None) is None  # vLLM 0.31: the view has other blocks than the kernel
     )
-    return (content,) if by_token else None
 
 
 def _minor_version(writer: Writer) -> str:
@@ -310,7 +307,7 @@ def _indexer_sections(spec: Any, dtype: str, content: int, writer: Writer) -> tu
     return _V32_INDEXER_SECTIONS if known and written and content == sum(_V32_INDEXER_SECTIONS) else None
 
 
-def _window_sections(spec: Any, content: int, writer: Writer) -> tuple[int, ...] | None:
+def _window_sections(spec: Any, _: str, content: int, writer: Writer) -> tuple[int, ...] | None:
     """Return the sections of DeepSeek-V4: 8-bit floats and positions of all tokens, then their scales.
 
     V4.1 depends on vLLM's version. Plain floats are one section.
@@ -320,3 +317,24 @@ def _window_sections(spec: Any, content: int, writer: Writer) -> tuple[int, ...]
     sections = {584: _V4_WINDOW_SECTIONS, 528: _V41_WINDOW_SECTIONS[_minor_version(writer)]}.get(content)
     packed = getattr(spec, "cache_dtype_str", None) in _MIXED_TOKEN_BYTES and spec.state_content_bytes == content
     return sections if packed and spec.model_version == "deepseek_v4" else None
+
+
+def _plain_section(spec: Any, _: str, content: int, writer: Writer) -> tuple[int, ...] | None:
+    return (content,) if spec.state_content_bytes is None and _is_plain(spec, writer) else None
+
+
+def _float32_section(spec: Any, dtype: str, content: int, writer: Writer) -> tuple[int, ...] | None:
+    return _plain_section(spec, dtype, content, writer) if dtype == "float32" else None
+
+
+_SECTIONS: dict[tuple[str, str, str], Callable[[Any, str, int, Writer], tuple[int, ...] | None]] = {
+    (backend, "cuda", version): read
+    for backend, read in (
+        ("CompressorBackend", _float32_section),
+        ("DEEPSEEK_SPARSE_SWA", _window_sections),
+        ("DEEPSEEK_V32_INDEXER", _indexer_sections),
+        ("MINIMAX_M3_SPARSE_INDEXER", _plain_section),
+    )
+    for version in _KNOWN_VERSIONS
+}
+"""The function that returns the sections of a block, by writer, platform and vLLM's version: formats of one model."""
