@@ -228,30 +228,41 @@ def differences(prefill: ContentDigest, decode: ContentDigest, seed: int) -> tup
     """
     if prefill.layers.keys() != decode.layers.keys():
         raise _incomparable("layers", _names(decode.layers), _names(prefill.layers))
-    found, compared = [], 0
-    step = range_tokens(prefill.num_tokens)
-    same_ranges = step == range_tokens(decode.num_tokens)
+    found, compared = list[Difference](), 0
     for layers, local in decode.layers.items():
-        remote = _numbered(layers, prefill.layers[layers], local, seed)
-        if remote[0] != local.sums[0]:
-            raise _incomparable(f"{Difference(layers, 0, 0)}", "these items", "different items or ranks")
-        first = prefill.layers[layers].first_token
-        if first != local.first_token or len(remote) < len(local.sums):
-            raise _incomparable(f"{Difference(layers, 0, 0)}", f"from token {local.first_token}", f"from {first}")
-        if layers[0] not in _BY_TOKEN:
-            if decode.num_tokens == prefill.num_tokens and not local.from_token and remote != local.sums:
-                found.append(Difference(layers, 0, 0))
-            continue
-        if not same_ranges:
-            continue
-        for index, (held, loaded) in enumerate(zip(remote[1:], local.sums[1:], strict=False)):
-            low = max(first, (first // step + index) * step)
-            end = min(prefill.num_tokens, (first // step + index + 1) * step)
-            if local.from_token <= low and end <= decode.num_tokens:
-                compared += end - low
-                if held != loaded:
-                    found.append(Difference(layers, low, end))
+        remote = _comparable(layers, prefill.layers[layers], local, seed)
+        if layers[0] in _BY_TOKEN:
+            moved = _moved_ranges(layers, local, prefill.num_tokens, decode.num_tokens)
+            compared += sum(tokens.end - tokens.first for tokens in moved.values())
+            found += [tokens for index, tokens in moved.items() if remote[index] != local.sums[index]]
+        elif decode.num_tokens == prefill.num_tokens and not local.from_token and remote != local.sums:
+            found.append(Difference(layers, 0, 0))
     return found, compared
+
+
+def _comparable(layers: Layers, remote: LayerSums, local: LayerSums, seed: int) -> tuple[int, ...]:
+    """Return P's sums of some layers, after a check that D sums the same items in the same ranges."""
+    sums = _numbered(layers, remote, local, seed)
+    if sums[0] != local.sums[0]:
+        raise _incomparable(f"{Difference(layers, 0, 0)}", "these items", "different items or ranks")
+    if remote.first_token != local.first_token or len(sums) < len(local.sums):
+        first = f"from token {local.first_token}", f"from {remote.first_token}"
+        raise _incomparable(f"{Difference(layers, 0, 0)}", *first)
+    return sums
+
+
+def _moved_ranges(layers: Layers, local: LayerSums, prefill_tokens: int, decode_tokens: int) -> dict[int, Difference]:
+    """Return the ranges of tokens that D has moved whole, by the index of their sum."""
+    step = range_tokens(prefill_tokens)
+    if step != range_tokens(decode_tokens):
+        return {}
+    moved = {}
+    for index in range(1, len(local.sums)):
+        end = (local.first_token // step + index) * step
+        tokens = Difference(layers, max(local.first_token, end - step), min(prefill_tokens, end))
+        if local.from_token <= tokens.first and tokens.end <= decode_tokens:
+            moved[index] = tokens
+    return moved
 
 
 def _numbered(layers: Layers, remote: LayerSums, local: LayerSums, seed: int) -> tuple[int, ...]:
