@@ -89,3 +89,14 @@ def test_reports_come_as_they_were_given():
     assert got == given
     assert got.aggregate(WorkerReport(verified_by_board={"t"})).verified_by_board == {"s", "t"}
     assert pickle.loads(pickle.dumps(WorkerReport())).is_empty
+
+
+def test_reports_of_ranks_are_joined():
+    """Ranks count, the later first token holds for all, and a permanent failure wins, whichever rank reports first."""
+    transient, permanent = (Failure("transfer", "text", transient=value) for value in (True, False))
+    first = WorkerReport({"a": transient, "b": permanent}, {"f": {0: 3, 1: 1}}, {"p": 1}, {"l": "lost"}, 7)
+    second = WorkerReport({"a": permanent, "b": transient}, {"f": {0: 2, 1: 4}, "g": {0: 1}}, {"p": 2, "q": 1})
+    expected = WorkerReport(
+        {"a": permanent, "b": permanent}, {"f": {0: 3, 1: 4}, "g": {0: 1}}, {"p": 3, "q": 1}, {"l": "lost"}, 7
+    )
+    assert first.aggregate(second) == second.aggregate(first) == expected

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,6 +24,9 @@ from kvhma.vllm.tracing import Trace
 from kvhma.vllm.wire.lease_board import BoardFile
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import Address, Item, LeaseKey, PrefillParams, Prefix
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class ReadCommand(NamedTuple):
@@ -237,32 +241,25 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     def aggregate(self, report: KVConnectorWorkerMetadata) -> WorkerReport:
         """Join the reports of two workers. A permanent failure wins over a transient one, a later first token too."""
-        failures, first_tokens = dict(self.failures), dict(self.first_tokens)
-        pieces, lost_pieces, step = dict(self.pieces), dict(self.lost_pieces), self.step
-        verified_by_board, digests, prefill_digests = (
-            set(self.verified_by_board),
-            dict(self.digests),
-            dict(self.prefill_digests),
-        )
-        if isinstance(report, WorkerReport):
-            for request_id, ranks in report.pieces.items():
-                pieces[request_id] = pieces.get(request_id, 0) + ranks
-            lost_pieces |= report.lost_pieces
-            verified_by_board |= report.verified_by_board
-            step = report.step if step is None else step  # all ranks report the same step
-            for request_id, failure in report.failures.items():
-                known = failures.get(request_id)
-                if known is None or known.transient:
-                    failures[request_id] = failure
-            for request_id, tokens in report.first_tokens.items():
-                first_tokens[request_id] = merge_first_tokens(first_tokens.get(request_id, {}), tokens)
-            for request_id, digest in report.digests.items():
-                digests[request_id] = digests[request_id].joined(digest) if request_id in digests else digest
-            for key, sums in report.prefill_digests.items():
-                prefill_digests[key] = join_ranks(prefill_digests[key], sums) if key in prefill_digests else sums
+        if not isinstance(report, WorkerReport):
+            return self
         return WorkerReport(
-            failures, first_tokens, pieces, lost_pieces, step, verified_by_board, digests, prefill_digests
+            failures=_merge(
+                self.failures, report.failures, lambda known, failure: failure if known.transient else known
+            ),
+            first_tokens=_merge(self.first_tokens, report.first_tokens, merge_first_tokens),
+            pieces=_merge(self.pieces, report.pieces, operator.add),
+            lost_pieces=self.lost_pieces | report.lost_pieces,
+            step=report.step if self.step is None else self.step,  # all ranks report the same step
+            verified_by_board=self.verified_by_board | report.verified_by_board,
+            digests=_merge(self.digests, report.digests, LoadDigest.joined),
+            prefill_digests=_merge(self.prefill_digests, report.prefill_digests, join_ranks),
         )
+
+
+def _merge(first: Mapping[K, V], second: Mapping[K, V], join: Callable[[V, V], V]) -> dict[K, V]:
+    """Return the entries of both mappings; `join` makes one value of two with the same key."""
+    return {**first, **{key: join(first[key], value) if key in first else value for key, value in second.items()}}
 
 
 def merge_first_tokens(first: Mapping[int, int], second: Mapping[int, int]) -> dict[int, int]:
