@@ -7,7 +7,7 @@ Every pass tries large cuts before small ones and only removes, so shrinking end
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -55,31 +55,38 @@ def shrink(
         max_tries: limit of calls of `fails`; then the best case so far is returned.
         leave_out: names of `PASSES` to skip.
     """
-    tries = max_tries
-    sides = [(case.local, case.local_spans)]
-    sides += [(remote, spans_of(case, index)) for index, remote in enumerate(case.remotes)]
-    case = with_sides(case, sides)
+    tries = _Tries(fails, max_tries)
+    case = with_sides(case, sides_of(case))
     passes = [candidates for name, candidates in PASSES.items() if name not in leave_out]
     improved = True
     while improved:
         improved = False
         for candidates in passes:
-            again = True
-            while again:
-                again = False
-                for make in candidates(case):
-                    if tries == 0:
-                        return _flat(case)
-                    try:
-                        smaller = make()
-                        tries -= 1
-                        failed = fails(smaller)
-                    except KvhmaError:
-                        continue
-                    if failed:
-                        case, again, improved = smaller, True, True
-                        break
+            while (smaller := tries.first_failing(candidates(case))) is not None:
+                case, improved = smaller, True
     return _flat(case)
+
+
+@dataclass
+class _Tries:
+    """Calls of `fails`, of which `left` are left."""
+
+    fails: Callable[[Case], bool]
+    left: int
+
+    def first_failing(self, candidates: Iterator[_Make]) -> Case | None:
+        """Return the first smaller case that still fails; None if no case does or no tries are left."""
+        for make in candidates:
+            if self.left == 0:
+                return None
+            try:
+                smaller = make()
+                self.left -= 1
+                if self.fails(smaller):
+                    return smaller
+            except KvhmaError:
+                continue
+        return None
 
 
 def sides_of(case: Case) -> _Sides:
