@@ -102,16 +102,21 @@ def _clear_host(rows: NDArray[np.uint64]) -> None:
 def _wait(handles: Sequence[TransferHandle], deadline: float, timeout: float, error: KvhmaError | None) -> None:
     """Wait until no read is in flight, even after an error; raise the first error."""
     while running := [handle for handle in handles if not handle.finished]:
-        for handle in running:
-            try:
-                handle.poll()
-            except KvhmaError as raised:
-                error = error or raised
-        if not any(handle.finished for handle in running):
-            if time.monotonic() > deadline:
-                late = sum(handle.abort() for handle in running)
-                if late:
-                    raise TransferError(f"{late} reads still write after {timeout} s; keep their blocks") from error
-            time.sleep(_POLL_SECONDS)
+        errors = [error, *map(_poll, running)]
+        error = next((found for found in errors if found is not None), None)
+        if any(handle.finished for handle in running):
+            continue
+        if time.monotonic() > deadline and (late := sum(handle.abort() for handle in running)):
+            raise TransferError(f"{late} reads still write after {timeout} s; keep their blocks") from error
+        time.sleep(_POLL_SECONDS)
     if error is not None:
         raise error
+
+
+def _poll(handle: TransferHandle) -> KvhmaError | None:
+    """Poll a read; return the error with which it has ended."""
+    try:
+        handle.poll()
+    except KvhmaError as error:
+        return error
+    return None
