@@ -132,31 +132,42 @@ def _first_block(rank: DrawnRank, layer: Layer, group: int) -> tuple[int, int] |
 
 
 def _pieces(geometry: Geometry, layer: Layer) -> Iterator[Piece]:
-    """Yield the boxes of a block: every contiguous piece, or joined kernel blocks if there are too many pieces."""
+    """Return the boxes of a block: every contiguous piece, or joined kernel blocks if there are too many pieces."""
     ratio, step = geometry.groups[layer.group].ratio, geometry.kernel_stride(layer)
     parts = layer.page.parts
     pieces = [
-        (index, offset, length)
+        (index, offset, length, _axes(part))
         for index, part in enumerate(parts)
         for offset, length in contiguous_pieces(part, limit=_MAX_PIECES)
     ]
-    inside = all(offset + length <= layer.block_stride for _, offset, length in pieces)
+    inside = all(offset + length <= layer.block_stride for _, offset, length, _ in pieces)
     if inside and len(pieces) * ratio <= _MAX_PIECES:
-        for kernel in range(ratio):
-            name = f"kernel block {kernel} of {ratio}: " if ratio > 1 else ""
-            for at, offset, length in pieces:
-                yield at, kernel * step + offset, length, name + _axes(parts[at])
-    elif len(parts) == 1 and step == layer.page.nbytes:
-        together = -(-ratio // _MAX_PIECES)
-        for first in range(0, ratio, together):
-            last = min(first + together, ratio)
-            name = f"kernel blocks {first} to {last - 1} of {ratio}" if last - first > 1 else f"kernel block {first}"
-            yield 0, first * step, (last - first) * step, f"{name}, each: {_axes(parts[0])}"
-    else:  # other blocks are in between: yield each part as one box
-        at = 0
-        for index, part in enumerate(parts):
-            yield index, at, part.nbytes * ratio, f"{_axes(part)}, in pieces"
-            at += part.nbytes * ratio
+        return _pieces_by_kernel_block(pieces, ratio, step)
+    if len(parts) == 1 and step == layer.page.nbytes:
+        return _joined_kernel_blocks(parts[0], ratio)
+    return _joined_parts(parts, ratio)  # other blocks are in between
+
+
+def _pieces_by_kernel_block(pieces: Sequence[Piece], ratio: int, step: int) -> Iterator[Piece]:
+    for kernel in range(ratio):
+        name = f"kernel block {kernel} of {ratio}: " if ratio > 1 else ""
+        for index, offset, length, what in pieces:
+            yield index, kernel * step + offset, length, name + what
+
+
+def _joined_kernel_blocks(part: Part, ratio: int) -> Iterator[Piece]:
+    together = -(-ratio // _MAX_PIECES)
+    for first in range(0, ratio, together):
+        last = min(first + together, ratio)
+        name = f"kernel blocks {first} to {last - 1} of {ratio}" if last - first > 1 else f"kernel block {first}"
+        yield 0, first * part.nbytes, (last - first) * part.nbytes, f"{name}, each: {_axes(part)}"
+
+
+def _joined_parts(parts: Sequence[Part], ratio: int) -> Iterator[Piece]:
+    start = 0
+    for index, part in enumerate(parts):
+        yield index, start, part.nbytes * ratio, f"{_axes(part)}, in pieces"
+        start += part.nbytes * ratio
 
 
 def _axes(part: Part) -> str:
