@@ -213,20 +213,7 @@ def _nearest(kind: str) -> str:
 def _layers(fields: Fields, architecture: Architecture, state: State | None) -> tuple[str, ...]:
     """Return the kind of every layer: as the file lists it, else by the architecture's rule."""
     listed = fields.words("layer_types", "layers_block_type") if architecture.listed else None
-    if listed is None:
-        kinds = architecture.layers(fields)
-    else:
-        name, words = listed
-        for index, word in enumerate(words):
-            if word not in WORDS:
-                raise ConfigError(f"{name}[{index}] {quote(word)}: known are {', '.join(WORDS)}")
-        kinds = [WORDS[word] for word in words]
-        if architecture.layers is late_windows and "sliding" in kinds and not fields.get("use_sliding_window"):
-            raise ConfigError(f"{name} {quote(words)}: use_sliding_window is false, so that no layer has a window")
-        count = fields.get("num_hidden_layers")
-        # NemotronH's count is the length of its list, not the field in the file.
-        if count is not None and count != len(words) and name == "layer_types":
-            raise ConfigError(f"layer_types has {len(words)} entries, num_hidden_layers is {quote(count)}")
+    kinds = architecture.layers(fields) if listed is None else _listed_kinds(fields, architecture, *listed)
     attention = "mla" if architecture.mla else "full"
     if any("state" in kind for kind in kinds) and state is None:
         raise ConfigError("layer_types: this architecture has no recurrent state")
@@ -236,6 +223,21 @@ def _layers(fields: Fields, architecture: Architecture, state: State | None) -> 
         kind.replace("full", attention).replace("state", recurrent) if index < kept else "none"
         for index, kind in enumerate(kinds)
     )
+
+
+def _listed_kinds(fields: Fields, architecture: Architecture, name: str, words: list[str]) -> list[str]:
+    """Return the kinds that the field `name` lists as `words`."""
+    unknown = next((index for index, word in enumerate(words) if word not in WORDS), None)
+    if unknown is not None:
+        raise ConfigError(f"{name}[{unknown}] {quote(words[unknown])}: known are {', '.join(WORDS)}")
+    kinds = [WORDS[word] for word in words]
+    if architecture.layers is late_windows and "sliding" in kinds and not fields.get("use_sliding_window"):
+        raise ConfigError(f"{name} {quote(words)}: use_sliding_window is false, so that no layer has a window")
+    count = fields.get("num_hidden_layers")
+    # NemotronH's count is the length of its list, not the field in the file.
+    if name == "layer_types" and count not in (None, len(words)):
+        raise ConfigError(f"layer_types has {len(words)} entries, num_hidden_layers is {quote(count)}")
+    return kinds
 
 
 def _shared(fields: Fields, count: int) -> int:
