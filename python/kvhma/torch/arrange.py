@@ -84,9 +84,7 @@ def _check_groups(groups: Groups, num_blocks: int, order: str) -> dict[str, Spec
         for name, spec in group.items():
             if name in specs:
                 raise LayoutError(f"layer {name!r} is in two groups, the second is {index}")
-            if not isinstance(spec, Spec):
-                raise LayoutError(f"layer {name!r}: spec is {type(spec).__name__}; OpaqueSpec takes any bytes")
-            if problem := spec.problem() or _padding_problem(spec, order):
+            if problem := _problem(spec, order):
                 raise LayoutError(f"layer {name!r}: {problem}")
             specs[name] = spec
         _check_block_table(index, group)
@@ -108,6 +106,12 @@ def _check_block_table(index: int, group: Mapping[str, Spec]) -> None:
                     f"group {index}: {field.name} of layer {first!r} is {old}, of layer {name!r} {new}; "
                     "layers of a group share block tables"
                 )
+
+
+def _problem(spec: object, order: str) -> str | None:
+    if not isinstance(spec, Spec):
+        return f"spec is {type(spec).__name__}; OpaqueSpec takes any bytes"
+    return spec.problem() or _padding_problem(spec, order)
 
 
 def _padding_problem(spec: Spec, order: str) -> str | None:
@@ -182,12 +186,11 @@ def _given_slots(groups: Groups, classes: Mapping[str, PageClass], shared: Seque
                 raise LayoutError(f"shared[{index}]: layer {name!r} has a tensor already")
             seen.add(name)
             group = group_of[name]
-            if group in by_group:
+            first = by_group.setdefault(group, name)
+            if first != name:
                 raise LayoutError(
-                    f"shared[{index}]: layers {by_group[group]!r} and {name!r} of group {group} would write the same "
-                    "blocks"
+                    f"shared[{index}]: layers {first!r} and {name!r} of group {group} would write the same blocks"
                 )
-            by_group[group] = name
             _check_slot(index, slot[0], name, classes)
         slots.setdefault(classes[slot[0]], []).append(tuple(slot))
     if missing := [name for name in group_of if name not in seen]:
