@@ -7,8 +7,9 @@ bytes. Filling or checking a gigabyte takes a second or two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -324,20 +325,24 @@ def owner_of(
         group = geometry.groups[layer.group]
         blocks = blocks_of(group, spans[layer.group])
         tokens = dict(zip(blocks.ids.tolist(), blocks.token.tolist(), strict=True))
-        for block in range(layer.num_blocks):
-            for kernel in range(group.ratio):
-                start = layer.offset + block * layer.block_stride + kernel * geometry.kernel_stride(layer)
-                inside = _token_at(part, offset - start - part.offset)
-                if inside is None:
-                    continue
-                if block not in tokens:
-                    elsewhere = (layer.name, part.name, None)
-                elif group.kind == "ssm":
-                    return layer.name, part.name, None
-                else:
-                    local = np.array([kernel * group.kernel_block_size + inside])
-                    return layer.name, part.name, tokens[block] + int(tokens_from_first(group, local)[0])
+        for block, local in _blocks_at(geometry, layer, part, offset):
+            if block not in tokens:
+                elsewhere = (layer.name, part.name, None)
+            elif group.kind == "ssm":
+                return layer.name, part.name, None
+            else:
+                return layer.name, part.name, tokens[block] + int(tokens_from_first(group, np.array([local]))[0])
     return elsewhere
+
+
+def _blocks_at(geometry: Geometry, layer: Layer, part: Part, offset: int) -> Iterator[tuple[int, int]]:
+    """Yield each block of a part to which a byte belongs, with the token's number in the block (0 without tokens)."""
+    group = geometry.groups[layer.group]
+    for block, kernel in product(range(layer.num_blocks), range(group.ratio)):
+        start = layer.offset + block * layer.block_stride + kernel * geometry.kernel_stride(layer)
+        inside = _token_at(part, offset - start - part.offset)
+        if inside is not None:
+            yield block, kernel * group.kernel_block_size + inside
 
 
 def _token_at(part: Part, rest: int) -> int | None:
