@@ -77,15 +77,9 @@ def check_fields(text: Mapping[str, Any], kind: str) -> None:
         ConfigError: the text names the field.
     """
     listed, window = text.get("layer_types"), text.get("sliding_window", defaults_of(kind).get("sliding_window"))
+    without_effect = _OF_A_LIST if listed or not window else frozenset()
     for name, value in text.items():
-        if (
-            name in _READ
-            or not value
-            or (name.endswith("_ratio") and value == 1)
-            or (name in _OF_A_LIST and (listed or not window))
-        ):
-            continue
-        if _COULD_CHANGE.search(name) and not _HARMLESS.fullmatch(name):
+        if name not in without_effect and _could_change_cache(name, value):
             raise ConfigError(
                 f"{name} {quote(value)}: model_type {quote(kind)} has no rule, and this field could change its cache; "
                 "give a geometry instead"
@@ -100,6 +94,13 @@ def check_fields(text: Mapping[str, Any], kind: str) -> None:
             f"layer_types is missing, sliding_window is {quote(window)}: which layers of model_type {quote(kind)} have "
             "a window is not known"
         )
+
+
+def _could_change_cache(name: str, value: Any) -> bool:
+    """Return whether a field that the general rule does not read could change a cache."""
+    if name in _READ or not value or (name.endswith("_ratio") and value == 1):
+        return False
+    return _COULD_CHANGE.search(name) is not None and _HARMLESS.fullmatch(name) is None
 
 
 def _check_heads(fields: Fields, kind: str) -> None:
