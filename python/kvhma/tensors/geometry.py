@@ -133,19 +133,23 @@ def _check_layer(name: str, layer: LayerTensors, num_groups: int) -> None:
     if not layer.parts:
         raise GeometryError(f"layer {name!r}: parts (), a layer has at least one")
     for part in layer.parts:
-        at, tensor = _label(name, part), part.tensor
-        if not isinstance(tensor, torch.Tensor):
-            raise GeometryError(f"{at}: tensor is {type(tensor).__name__}, expected torch.Tensor")
-        if tensor.layout != torch.strided:
-            raise GeometryError(f"{at}: tensor has layout {tensor.layout}, expected {torch.strided}")
-        if tensor.dim() != len(part.axes):
-            raise GeometryError(f"{at}: {len(part.axes)} axes {part.axes} for shape {tuple(tensor.shape)}")
-        if tensor.numel() == 0:
-            raise GeometryError(f"{at}: shape {tuple(tensor.shape)} has no items")
-        if BLOCKS not in part.axes:
-            raise GeometryError(f"{at}: axes {part.axes} have no {BLOCKS!r}")
-        if unknown := set(part.shards) - set(part.axes):
-            raise GeometryError(f"{at}: shards of {', '.join(sorted(unknown))}, axes are {part.axes}")
+        _check_part(_label(name, part), part)
+
+
+def _check_part(at: str, part: TensorPart) -> None:
+    tensor = part.tensor
+    if not isinstance(tensor, torch.Tensor):
+        raise GeometryError(f"{at}: tensor is {type(tensor).__name__}, expected torch.Tensor")
+    if tensor.layout != torch.strided:
+        raise GeometryError(f"{at}: tensor has layout {tensor.layout}, expected {torch.strided}")
+    if tensor.dim() != len(part.axes):
+        raise GeometryError(f"{at}: {len(part.axes)} axes {part.axes} for shape {tuple(tensor.shape)}")
+    if tensor.numel() == 0:
+        raise GeometryError(f"{at}: shape {tuple(tensor.shape)} has no items")
+    if BLOCKS not in part.axes:
+        raise GeometryError(f"{at}: axes {part.axes} have no {BLOCKS!r}")
+    if unknown := set(part.shards) - set(part.axes):
+        raise GeometryError(f"{at}: shards of {', '.join(sorted(unknown))}, axes are {part.axes}")
 
 
 def _layer(name: str, layer: LayerTensors, group: Group, locations: Mapping[str, Location]) -> Layer:
@@ -205,21 +209,31 @@ def _dims(at: str, part: TensorPart) -> dict[str, _Dim]:
     found: dict[str, _Dim] = {}
     last = None
     for name, size, step in zip(part.axes, part.tensor.shape, part.tensor.stride(), strict=True):
-        stride = step * item if size > 1 else None
-        if stride == 0:
+        dim = _Dim(size, step * item if size > 1 else None)
+        if dim.stride == 0:
             raise GeometryError(f"{at}: {size} indices of {name!r} with stride 0: they share their bytes")
-        if name in found:
-            if name != last:
-                raise GeometryError(f"{at}: axes {part.axes} name {name!r} in places that do not follow each other")
-            # outer index 0            outer index 1
-            # | 0 | 1 | ... | size-1 |  0 | 1 | ...        evenly spaced: outer.stride == size * stride
-            outer = found[name]
-            if outer.stride is not None and stride is not None and outer.stride != size * stride:
-                raise GeometryError(f"{at}: {name!r} is unevenly spaced: {outer.stride} bytes over {size} of {stride}")
-            size, stride = size * outer.size, outer.stride if stride is None else stride
-        found[name] = _Dim(size, stride)
+        if name in found and name != last:
+            raise GeometryError(f"{at}: axes {part.axes} name {name!r} in places that do not follow each other")
+        found[name] = _join_dims(at, name, found[name], dim) if name in found else dim
         last = name
     return found
+
+
+def _join_dims(at: str, name: str, outer: _Dim, inner: _Dim) -> _Dim:
+    """Return one dimension in place of two of one name, which must be evenly spaced.
+
+    ::
+
+        outer index 0              outer index 1
+        | 0 | 1 | ... | size - 1 | 0 | 1 | ...        outer.stride == inner.size * inner.stride
+    """
+    if inner.stride is None:
+        return _Dim(outer.size * inner.size, outer.stride)
+    if outer.stride not in (None, inner.size * inner.stride):
+        raise GeometryError(
+            f"{at}: {name!r} is unevenly spaced: {outer.stride} bytes over {inner.size} of {inner.stride}"
+        )
+    return _Dim(outer.size * inner.size, inner.stride)
 
 
 def _blocks(at: str, blocks: _Dim, kernels: _Dim | None, ratio: int) -> _Blocks:
