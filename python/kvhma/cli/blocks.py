@@ -21,17 +21,15 @@ def draw_blocks(page: Drawing, y: float, rank: DrawnRank) -> float:
     y = page.paragraph(12, y, f"{rank.name}: blocks of the request", "head") - 8
     for index, (group, table) in enumerate(zip(rank.geometry.groups, rank.tables, strict=True)):
         page.text(12, y + 14, f"group {index} {group.kind}")
+        styles = {"dropped": "null", "read": f"{color(index)} t1", "not read": f"{color(index)} held"}
         states = [_state(rank, index, block) for block in table]
         spans = [(at, at + 1) for at in range(len(table))] if len(table) <= _MAX_BOXES else _alike(states)
         x = float(LEFT)
         for (first, last), width in zip(spans, _widths(spans), strict=True):
             state = states[first]
-            style = "null" if state == "dropped" else color(index) + (" t1" if state == "read" else " held")
-            page.rect(x, y, width - 2, 18, style, _hover(rank, index, first, last, state))
-            if last - first > 1:
-                page.text(x + width / 2 - 1, y + 13, f"{last - first:,} {state}", "small mid")
-            elif state != "dropped" and width > 7 * len(str(table[first])) + 3:
-                page.text(x + width / 2 - 1, y + 13, str(table[first]), "small mid")
+            page.rect(x, y, width - 2, 18, styles[state], _hover(rank, index, first, last, state))
+            if text := _text(table, first, last, state, width):
+                page.text(x + width / 2 - 1, y + 13, text, "small mid")
             x += width
         y += 24
     return y
@@ -61,6 +59,14 @@ def _widths(spans: list[tuple[int, int]]) -> list[float]:
     narrowest = min(_MIN_WIDTH, SPAN / len(spans))
     rest = SPAN - narrowest * len(spans)
     return [narrowest + rest * (last - first) / blocks for first, last in spans]
+
+
+def _text(table: Sequence[int], first: int, last: int, state: str, width: float) -> str:
+    """Return the text of a box: how many blocks it stands for, or the id of its block if there is room."""
+    if last - first > 1:
+        return f"{last - first:,} {state}"
+    name = str(table[first])
+    return name if state != "dropped" and width > 7 * len(name) + 3 else ""
 
 
 def _hover(rank: DrawnRank, index: int, first: int, last: int, state: str) -> str:
