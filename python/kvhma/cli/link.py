@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from kvhma.errors import KvhmaError, TransferError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region
 
 if TYPE_CHECKING:  # NIXL may not be installed
-    from kvhma.nixl import Agent
+    from kvhma.nixl import Agent, Peer
 
 BUDGET = 64 << 20
 """Largest size of a read, in bytes."""
@@ -143,23 +144,24 @@ def _read(pipe: Connection, nbytes: int, sizes: list[int], limit: int, repeats: 
     with _telling(pipe), _agent("link-decode", backend) as agent:
         peer = connect(pipe, agent, _geometry(memory))
         starts = (memory.ctypes.data, peer.geometry.regions[0].base)
-        for size in sizes:
+        for size, spaced in product(sizes, (True, False)):
             count = blocks_of(size, limit)
-            for spaced in (True, False):
-                rows = _rows(size, count, spaced)
-                local, remote = (rows + np.array([start, 0, 0], np.uint64) for start in starts)
-                times = []
-                for _ in range(repeats + 1):
-                    begin = time.perf_counter()
-                    moving = agent.read(peer, local, remote, b"")
-                    if not moving.wait(_TIMEOUT_SECONDS):
-                        raise TransferError(f"{count} blocks of {size} bytes did not arrive in {_TIMEOUT_SECONDS} s")
-                    times.append(time.perf_counter() - begin)
-                for at, length, _ in rows.tolist():
-                    if not np.array_equal(memory[at : at + length], expected[at : at + length]):
-                        raise TransferError(f"a block of {size} bytes at {at} arrived with wrong bytes")
-                warm = sorted(times[1:])
-                pipe.send(Point(size, count, len(rows), warm[0], warm[len(warm) // 2]))
+            rows = _rows(size, count, spaced)
+            local, remote = (rows + np.array([start, 0, 0], np.uint64) for start in starts)
+            times = [_seconds(agent, peer, local, remote) for _ in range(repeats + 1)]
+            for at, length, _ in rows.tolist():
+                if not np.array_equal(memory[at : at + length], expected[at : at + length]):
+                    raise TransferError(f"a block of {size} bytes at {at} arrived with wrong bytes")
+            warm = sorted(times[1:])
+            pipe.send(Point(size, count, len(rows), warm[0], warm[len(warm) // 2]))
+
+
+def _seconds(agent: Agent, peer: Peer, local: NDArray[np.uint64], remote: NDArray[np.uint64]) -> float:
+    begin = time.perf_counter()
+    if not agent.read(peer, local, remote, b"").wait(_TIMEOUT_SECONDS):
+        nbytes = int(local[:, 1].sum())
+        raise TransferError(f"{nbytes} bytes in {len(local)} descriptors did not arrive in {_TIMEOUT_SECONDS} s")
+    return time.perf_counter() - begin
 
 
 def _rows(size: int, count: int, spaced: bool) -> NDArray[np.uint64]:
