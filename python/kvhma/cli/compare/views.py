@@ -75,24 +75,34 @@ def vllm_views(geometry: Geometry) -> tuple[View, ...]:
         raise NotCountedError(f"kernel blocks of a block: {ratios} by group; vLLM 0.32 has one number for all")
     attention = tuple(index for index, group in enumerate(geometry.groups) if group.kind != "ssm")
     states = tuple(index for index, group in enumerate(geometry.groups) if group.kind == "ssm")
+    regions, users = _regions(geometry)
+    found = [
+        replace(region, groups=attention if states else _senders(users[start], attention))
+        for start, region in regions.items()
+    ]
+    for start, layers in users.items():
+        first_state = next((layer for layer in layers if layer.group in states), None)
+        if first_state is not None:
+            found += _state_views(start, first_state, states)
+    return tuple(found)
+
+
+def _regions(geometry: Geometry) -> tuple[dict[int, View], dict[int, list[Layer]]]:
+    """Return the region at each address, and the layers that are registered there, in vLLM's order."""
     regions, users = dict[int, View](), dict[int, list[Layer]]()
     for layer in sorted(geometry.layers, key=lambda layer: _region_order(layer.name)):
         for region in _registered(geometry, layer):
             if region.is_latent or region.start not in regions:
                 regions[region.start] = region
             users.setdefault(region.start, []).append(layer)
-    found = [
-        replace(region, groups=_senders(users[start], attention) if not states else attention)
-        for start, region in regions.items()
+    return regions, users
+
+
+def _state_views(start: int, layer: Layer, groups: tuple[int, ...]) -> list[View]:
+    stride = layer.block_stride
+    return [
+        View(start + part.offset, part.nbytes, layer.num_blocks, stride, stride, 1, groups) for part in layer.page.parts
     ]
-    for start in regions:
-        for layer in [layer for layer in users[start] if layer.group in states][:1]:
-            stride = layer.block_stride
-            found += [
-                View(start + part.offset, part.nbytes, layer.num_blocks, stride, stride, 1, states)
-                for part in layer.page.parts
-            ]
-    return tuple(found)
 
 
 def full_attention_views(geometry: Geometry) -> tuple[View, ...]:
@@ -201,16 +211,19 @@ def check_supported(geometry: Geometry) -> None:
         if group.kind == "opaque":
             raise NotCountedError(f"group {index}: kind opaque; only attention and state can be compared")
     for layer in geometry.layers:
-        if geometry.groups[layer.group].kind != "ssm":
-            continue
-        # A short convolution has no part ssm; linear attention has only that part.
-        if layer.page.parts[-1].name != "ssm" or len(layer.page.parts) == 1:
-            names = ", ".join(part.name for part in layer.page.parts)
-            raise UnsupportedPairError(f"{layer.name}: state of {names}; vLLM 0.32 moves only states of Mamba and GDN")
-        for part in layer.page.parts:
-            strides = {axis.name: axis.stride for axis in part.axes}
-            if strides.get("rows", 0) > strides.get("channels", 0):
-                raise UnsupportedPairError(f"{layer.name}: {part.name} is in SD order; vLLM 0.32 moves only DS")
+        if geometry.groups[layer.group].kind == "ssm":
+            _check_state(layer)
+
+
+def _check_state(layer: Layer) -> None:
+    # A short convolution has no part ssm; linear attention has only that part.
+    if layer.page.parts[-1].name != "ssm" or len(layer.page.parts) == 1:
+        names = ", ".join(part.name for part in layer.page.parts)
+        raise UnsupportedPairError(f"{layer.name}: state of {names}; vLLM 0.32 moves only states of Mamba and GDN")
+    for part in layer.page.parts:
+        strides = {axis.name: axis.stride for axis in part.axes}
+        if strides.get("rows", 0) > strides.get("channels", 0):
+            raise UnsupportedPairError(f"{layer.name}: {part.name} is in SD order; vLLM 0.32 moves only DS")
 
 
 def _region_order(name: str) -> list[tuple[bool, int, str]]:
