@@ -394,6 +394,22 @@ def test_heads_of_each_layer() -> None:
     assert [cache.kv_heads for _, cache in one.specs() if isinstance(cache, Attention)] == [8, 4, 8]
 
 
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        (None, "block_configs[3] None: must have an object attention"),
+        ({"attention": {"n_heads_in_group": 8, "window_length": 64}}, "attention.window_length 64: is not known"),
+        ({"attention": {"n_heads_in_group": 7}}, "attention.n_heads_in_group 7: must divide 64 heads"),
+        ({"attention": {}}, "n_heads_in_group is missing"),
+    ],
+)
+def test_a_layer_whose_heads_are_not_known_is_refused(block: object, text: str) -> None:
+    form = PUBLIC["Nemotron-49B"]
+    with pytest.raises(ConfigError) as caught:
+        model_from_config({**form, "block_configs": [*form["block_configs"][:3], block]})
+    assert text in str(caught.value)
+
+
 def test_dtype_of_the_outermost_configuration() -> None:
     """As vLLM reads it: a dtype beside the language model's own counts more."""
     text = {"model_type": "llama", **PLAIN, "dtype": "float16"}
@@ -408,6 +424,10 @@ def test_dtype_of_the_outermost_configuration() -> None:
         ({"model_type": "llama", **PLAIN, "layer_types": ["full_attention"]}, "has 1 entries, num_hidden_layers is 8"),
         ({"model_type": "llama", **PLAIN, "layer_types": ["mamba"] * 8}, "no recurrent state"),
         ({"model_type": "llama", **PLAIN, "layer_types": "full"}, "layer_types 'full': must be a list"),
+        (
+            {"model_type": "llama", **PLAIN, "layer_types": ["full_attention", "ring"] * 4},
+            "layer_types[1] 'ring': known",
+        ),
         ({"model_type": "llama", **PLAIN, "layer_types": ["sliding_attention"] * 8}, "window is missing"),
         ({**FOO, "num_hidden_layers": None}, "num_hidden_layers is missing, and model_type 'foo' has no rule"),
         ({**FOO, "num_attention_heads": None}, "num_attention_heads is missing, and model_type 'foo' has no rule"),

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from kvhma.errors import ConfigError
 from kvhma.models.config.fields import Fields
@@ -128,22 +129,22 @@ def nemotron_nas(fields: Fields) -> list[str]:
     count = fields.layers()
     if not isinstance(blocks, list) or len(blocks) != count:
         raise ConfigError(f"block_configs {quote(blocks)}: must be a list of {count} objects, one for each layer")
-    words = []
-    for index, block in enumerate(blocks):
-        attention = block.get("attention") if isinstance(block, dict) else None
-        if not isinstance(attention, dict):
-            raise ConfigError(f"block_configs[{index}] {quote(block)}: must have an object attention")
-        for name in ("replace_with_linear", "window_length", "num_sink_tokens"):
-            if attention.get(name):
-                raise ConfigError(f"block_configs[{index}].attention.{name} {quote(attention[name])}: is not known")
-        if attention.get("no_op"):
-            words.append("none")
-            continue
-        group = Fields(attention, {}).size("n_heads_in_group")
-        if queries % group:
-            raise ConfigError(f"block_configs[{index}].attention.n_heads_in_group {group}: must divide {queries} heads")
-        words.append(f"heads{queries // group}")
-    return words
+    return [_nas_layer(f"block_configs[{index}]", block, queries) for index, block in enumerate(blocks)]
+
+
+def _nas_layer(place: str, block: Any, queries: int) -> str:
+    attention = block.get("attention") if isinstance(block, dict) else None
+    if not isinstance(attention, dict):
+        raise ConfigError(f"{place} {quote(block)}: must have an object attention")
+    for name in ("replace_with_linear", "window_length", "num_sink_tokens"):
+        if attention.get(name):
+            raise ConfigError(f"{place}.attention.{name} {quote(attention[name])}: is not known")
+    if attention.get("no_op"):
+        return "none"
+    group = Fields(attention, {}).size("n_heads_in_group")
+    if queries % group:
+        raise ConfigError(f"{place}.attention.n_heads_in_group {group}: must divide {queries} heads")
+    return f"heads{queries // group}"
 
 
 def zamba2(fields: Fields) -> list[str]:
