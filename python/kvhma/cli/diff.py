@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,7 @@ def differences(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]
         for key in dict.fromkeys((*a, *b)):
             yield from differences(a.get(key), b.get(key), f"{path}.{key}" if path else str(key))
     elif isinstance(a, list) and isinstance(b, list):
-        for index in range(max(len(a), len(b))):
-            first, second = (side[index] if index < len(side) else None for side in (a, b))
+        for index, (first, second) in enumerate(zip_longest(a, b)):
             yield from differences(first, second, f"{path}[{index}]")
     elif a != b:
         yield path, a, b
