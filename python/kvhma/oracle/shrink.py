@@ -200,15 +200,17 @@ def _fewer_tokens(case: Case) -> Iterator[_Make]:
 
 
 def _fewer_ids(case: Case) -> Iterator[_Make]:
-    """Drop blocks from the end of a span, or from its start, which then begins later."""
     for at, (_, spans) in enumerate(sides_of(case)):
         for group, span in enumerate(spans):
-            count = len(span.ids)
-            for gone in sorted({count, count // 2, 1}, reverse=True):
-                if 0 < gone <= count:
-                    for front in (0, gone):
-                        cut = Span(span.first + front, list(span.ids)[front : front + count - gone])
-                        yield partial(_with_span, case, at, group, cut)
+            yield from (partial(_with_span, case, at, group, shorter) for shorter in _shorter_spans(span))
+
+
+def _shorter_spans(span: Span) -> Iterator[Span]:
+    """Yield a span without blocks at its end, or at its start: then it begins later."""
+    ids = list(span.ids)
+    for gone in sorted({len(ids), len(ids) // 2 or 1, 1} if ids else (), reverse=True):
+        yield Span(span.first, ids[: len(ids) - gone])
+        yield Span(span.first + gone, ids[gone:])
 
 
 def _with_span(case: Case, at: int, group: int, span: Span) -> Case:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -97,20 +98,27 @@ def _without_idle_rows(traced: RankTrace, tries: int) -> RankTrace:
     """Join rows, then remove rows as long as the fault stays the same: halves, quarters, .., single rows."""
     counts = _counts(traced)
     steps = [replace(step, rows=_joined(step)) for step in traced.steps]
-    for index, step in enumerate(steps):
-        size = len(step.rows) // 2 or 1
+
+    def has_same_fault(index: int, shorter: Step) -> bool:
+        nonlocal tries
+        tries -= 1
+        return tries > 0 and _counts(replace(traced, steps=(*steps[:index], shorter, *steps[index + 1 :]))) == counts
+
+    for index in range(len(steps)):
+        size = len(steps[index].rows) // 2 or 1
         while size and len(steps[index].rows):
-            for start in range(0, len(steps[index].rows), size):
-                fewer = [*steps]
-                rows = np.delete(steps[index].rows, slice(start, start + size), axis=0)
-                fewer[index] = replace(step, rows=rows)
-                tries -= 1
-                if tries > 0 and _counts(replace(traced, steps=tuple(fewer))) == counts:
-                    steps = fewer
-                    break
-            else:
+            shorter = next((cut for cut in _shorter_steps(steps[index], size) if has_same_fault(index, cut)), None)
+            if shorter is None:
                 size //= 2
+            else:
+                steps[index] = shorter
     return replace(traced, steps=tuple(step for step in steps if len(step.rows)))
+
+
+def _shorter_steps(step: Step, size: int) -> Iterator[Step]:
+    """Yield a step without `size` of its rows, for each place of them."""
+    for start in range(0, len(step.rows), size):
+        yield replace(step, rows=np.delete(step.rows, slice(start, start + size), axis=0))
 
 
 def _counts(traced: RankTrace) -> tuple[object, ...]:
