@@ -76,24 +76,30 @@ def draw_pages(page: Drawing, y: float, rank: DrawnRank, longest: int) -> float:
     page.text(12, y, f"{rank.name}: one block of a tensor, as each group uses it", "head")
     y += 12
     for row in _rows(rank, scale):
-        layer, group = row.layer, geometry.groups[row.groups[0]]
-        page.text(12, y + 16, _group_name(row.groups, group.kind))
-        page.rect(LEFT, y, layer.block_stride * scale, 22, "pad", _padding(layer, group.ratio))
-        page.rect(LEFT, y, layer.page.nbytes * group.ratio * scale, 22, "paper")
-        for shade, (part, offset, length, what) in enumerate(_pieces(geometry, layer)):
-            tone = f"t{part % 4}" if len(layer.page.parts) > 1 else f"t{shade % 2}"
-            hover = f"{layer.name}\n{what}\nblock bytes {offset:,} to {offset + length:,}"
-            page.rect(LEFT + offset * scale, y, length * scale, 22, f"{color(row.groups[0])} {tone}", hover)
-            if (name := layer.page.parts[part].name) and length * scale > 8 * len(name) + 4:
-                page.text(LEFT + (offset + length / 2) * scale, y + 15, name, "small mid")
-        for first, last in row.bars if row.block else ():
-            address, block = row.block or (0, 0)
-            hover = f"read of block {block}: {address + first:#x} to {address + last:#x}, {last - first:,} bytes"
-            page.rect(LEFT + first * scale, y + 24, (last - first) * scale, 4, "read", hover)
+        _draw_row(page, y, geometry, row, scale)
         y += 36
     page.text(LEFT, y + 4, "0", "small soft")
     page.text(RIGHT, y + 4, f"{longest:,} bytes", "small soft end")
     return y + 8
+
+
+def _draw_row(page: Drawing, y: float, geometry: Geometry, row: _Row, scale: float) -> None:
+    layer, group = row.layer, geometry.groups[row.groups[0]]
+    parts = layer.page.parts
+    page.text(12, y + 16, _group_name(row.groups, group.kind))
+    page.rect(LEFT, y, layer.block_stride * scale, 22, "pad", _padding(layer, group.ratio))
+    page.rect(LEFT, y, layer.page.nbytes * group.ratio * scale, 22, "paper")
+    for shade, (part, offset, length, what) in enumerate(_pieces(geometry, layer)):
+        tone = f"t{part % 4}" if len(parts) > 1 else f"t{shade % 2}"
+        hover = f"{layer.name}\n{what}\nblock bytes {offset:,} to {offset + length:,}"
+        page.rect(LEFT + offset * scale, y, length * scale, 22, f"{color(row.groups[0])} {tone}", hover)
+        name = parts[part].name
+        if name and length * scale > 8 * len(name) + 4:
+            page.text(LEFT + (offset + length / 2) * scale, y + 15, name, "small mid")
+    address, block = row.block or (0, 0)  # without a block there are no bars
+    for first, last in row.bars:
+        hover = f"read of block {block}: {address + first:#x} to {address + last:#x}, {last - first:,} bytes"
+        page.rect(LEFT + first * scale, y + 24, (last - first) * scale, 4, "read", hover)
 
 
 def _group_name(groups: list[int], kind: str) -> str:
