@@ -34,6 +34,7 @@ __all__ = [
     "fa_descriptors",
     "fa_views",
     "first_entries",
+    "first_needed_tokens",
     "ids_to_text",
     "join_tables",
     "leading_nulls",
@@ -429,6 +430,19 @@ def first_entries(geometry: _AnyGeometry, num_tokens: int | None, cached: U64s) 
     """Return the first block table entry of each group that a request needs after the `cached` entries; 0 for state.
 
     Without `num_tokens`, returns `cached`.
+    """
+
+def first_needed_tokens(geometry: _AnyGeometry, num_tokens: int) -> list[int]:
+    """Return the first token of each group that the token after `num_tokens` tokens still attends to; 0 for state.
+
+    It is `num_tokens` if that token attends to none of them, as with a window of one token.
+
+    Args:
+        geometry: has the groups.
+        num_tokens: tokens of the request.
+
+    Raises:
+        RequestError: an argument has the wrong type, or a number is out of range.
     """
 
 def table_lengths(block_tables: Sequence[IdsLike]) -> list[int]:

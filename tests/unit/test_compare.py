@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvhma._kvhma import first_needed_tokens
 from kvhma.cli.compare.block_tables import sequence_blocks
 from kvhma.cli.compare.selection import Count, select_all, select_vllm
 from kvhma.cli.compare.views import View, vllm_views
@@ -19,6 +20,7 @@ from kvhma.models import Model, State
 from kvhma.models.vllm_layout import LayoutOptions, layout
 from kvhma.oracle.labels import first_needed
 from support.needed import needed
+from support.pairs import HERE, latent, rank
 from support.tables import undropped_blocks
 from support.views import view_ids
 
@@ -293,13 +295,16 @@ def test_needed_counts_live_kernel_blocks() -> None:
         (Group("sliding", 16, window=24), 24, 1),
         (Group("sliding", 16, window=24), 23, 0),
         (Group("sliding", 16, window=24), 100, 77),
+        (Group("sliding", 16, window=1), 100, 100),
         (Group("chunked", 16, chunk=32), 31, 0),
         (Group("chunked", 16, chunk=32), 32, 32),
         (Group("chunked", 16, chunk=32), 100, 96),
     ],
 )
 def test_first_needed(group: Group, tokens: int, first: int) -> None:
+    """The oracle and the core state the rule independently."""
     assert first_needed(group, tokens) == first
+    assert first_needed_tokens(rank(HERE, (group,), [("layer", 0, latent(16, 1))], blocks=2), tokens) == [first]
 
 
 def test_sequence_blocks() -> None:

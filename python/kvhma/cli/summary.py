@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvhma._kvhma import first_needed_tokens
 from kvhma.cli.compare.block_tables import main_group
 from kvhma.cli.format import plural, ranges
 from kvhma.cli.hand_off import VLLM, Counted, HandOff
 from kvhma.geometry import Geometry, Group
-from kvhma.oracle.labels import first_needed
 
 
 def engine_form(ranks: Sequence[Geometry]) -> dict[str, Any]:
@@ -41,7 +41,9 @@ def groups_form(hand_off: HandOff, counted: Counted) -> list[dict[str, Any]]:
     local_spans, remote_spans = hand_off.spans(hand_off.decode[0])
     layers = {layer.name: layer.group for rank in hand_off.prefill for layer in rank.layers}
     rows = []
+    needed = first_needed_tokens(hand_off.decode[0], hand_off.tokens)
     for index, group in enumerate(hand_off.decode[0].groups):
+        first = max(needed[index], hand_off.cached_blocks[index] * group.block_size)
         names = _layer_names(hand_off.decode, index)
         partners = {layers.get(name) for name in names} - {None}
         rows.append(
@@ -49,7 +51,7 @@ def groups_form(hand_off: HandOff, counted: Counted) -> list[dict[str, Any]]:
                 "group": index,
                 "kind": group.kind,
                 "layers": len(names),
-                "what": _what(group, hand_off.tokens, hand_off.cached_blocks[index]),
+                "what": _what(group, first, hand_off.tokens),
                 "decode_blocks": len(local_spans[index].ids),
                 "prefill_blocks": sum(len(remote_spans[partner].ids) for partner in partners if partner is not None),
                 "bytes": sum(read.groups[index].bytes for read in counted.reads),
@@ -63,13 +65,11 @@ def _layer_names(ranks: Sequence[Geometry], group: int) -> set[str]:
     return {layer.name for rank in ranks for layer in rank.layers if layer.group == group}
 
 
-def _what(group: Group, tokens: int, cached_blocks: int) -> str:
+def _what(group: Group, first: int, tokens: int) -> str:
     if group.kind == "ssm":
         return "the last state"
     if group.kind == "opaque":
         return "every block"
-    window = first_needed(group, tokens)
-    first = max(window, cached_blocks * group.block_size)
     if first >= tokens:
         return "nothing"
     why = {"sliding": f" (window {group.window})", "chunked": f" (chunk {group.chunk})"}.get(group.kind, "")

@@ -169,6 +169,22 @@ pub(crate) fn first_entries(
     ids::first_entries(&geometry.get().geometry, num_tokens, &read_u64s("cached", cached)?).or_raise(py)
 }
 
+/// Return the first token of each group that the token after `num_tokens` tokens still attends to; 0 for state.
+///
+/// It is `num_tokens` if that token attends to none of them, as with a window of one token.
+///
+/// Args:
+///     geometry: has the groups.
+///     num_tokens: tokens of the request.
+///
+/// Raises:
+///     RequestError: an argument has the wrong type, or a number is out of range.
+#[pyfunction]
+pub(crate) fn first_needed_tokens(geometry: &Bound<'_, PyAny>, num_tokens: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
+    let (geometry, num_tokens) = (read_geometry("geometry", geometry)?, read_u64("num_tokens", num_tokens)?);
+    Ok(geometry.get().geometry.groups().iter().map(|group| group.first_needed_token(num_tokens)).collect())
+}
+
 /// Return the number of ids of each of some block tables.
 ///
 /// Raises:

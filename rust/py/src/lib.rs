@@ -32,8 +32,8 @@ mod _kvhma {
     #[pymodule_export]
     use super::functions::{
         check_rows, clip_blocks, descriptor_ids, expand_blocks, expand_views, fa_descriptors, fa_views, first_entries,
-        ids_to_text, join_tables, leading_nulls, permuted_rows, ssm_descriptors, ssm_views, table_lengths, text_to_ids,
-        validate, window_blocks,
+        first_needed_tokens, ids_to_text, join_tables, leading_nulls, permuted_rows, ssm_descriptors, ssm_views,
+        table_lengths, text_to_ids, validate, window_blocks,
     };
     #[pymodule_export]
     use super::geometry::CheckedGeometry;

@@ -10,9 +10,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvhma._kvhma import first_needed_tokens
 from kvhma.errors import RequestError
 from kvhma.geometry import Geometry, Group
-from kvhma.oracle.labels import first_needed
 
 Pool: TypeAlias = Literal["fresh", "used"]
 BlockTables: TypeAlias = list[list[int]]
@@ -39,8 +39,8 @@ def sequence_blocks(geometry: Geometry, num_tokens: int) -> tuple[NDArray[np.int
     if num_tokens < 0:
         raise RequestError(f"num_tokens {num_tokens}: must not be negative")
     tables, first_id = [], 1
-    for group in geometry.groups:
-        dropped = first_needed(group, num_tokens) // group.block_size
+    for group, needed in zip(geometry.groups, first_needed_tokens(geometry, num_tokens), strict=True):
+        dropped = needed // group.block_size
         count = 1 + group.speculative if group.kind == "ssm" else -(-num_tokens // group.block_size)
         ids = np.arange(first_id, first_id + count - dropped, dtype=np.int64)
         first_id += len(ids)
