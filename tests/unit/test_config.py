@@ -454,6 +454,10 @@ def test_dtype_of_the_outermost_configuration() -> None:
         ({**FOO, "sliding_window": 64, "use_sliding_window": False}, "layer_types is missing, sliding_window is 64"),
         ({**FOO, "model_type": "seed_oss", "compress_ratio": 4}, "compress_ratio 4: model_type 'seed_oss' has no rule"),
         ({**FOO, "model_type": "exaone_moe"}, "layer_types is missing, sliding_window is 4096"),
+        (
+            {"model_type": "siglip", "text_config": {**PLAIN, "model_type": "siglip_text_model"}},
+            "model_type 'siglip_text_model': an encoder, which has no KV cache",
+        ),
         ({"model_type": "llava", "vision_config": {}}, "text_config is missing: model_type 'llava'"),
         ({"model_type": "minimax_text_01"}, "vLLM ran this architecture up to version 0.23 only"),
         (

@@ -30,6 +30,9 @@ _TYPES_OF_CLASSES = {"LongcatFlashForCausalLM": "longcat_flash", "LongcatFlashNg
 _DECODERS = re.compile(r"\w*(CausalLM|LMHeadModel|ConditionalGeneration|ChatModel|LanguageModel|MiniCPM[VO])\w*")
 """Names of classes that generate text. Other classes, such as encoders, may have the same fields."""
 
+_ENCODERS = ("siglip_text_model", "siglip2_text_model")
+"""Language models inside other models that only encode."""
+
 _DTYPES = {
     "bfloat16": "bfloat16",
     "float16": "float16",
@@ -174,6 +177,8 @@ def _architecture(form: Mapping[str, Any], text: Mapping[str, Any]) -> Architect
             f"is_encoder_decoder True: model_type {quote(kind)} caches cross attention, whose blocks hold "
             "tokens of the encoder"
         )
+    if kind in _ENCODERS:
+        raise ConfigError(f"model_type {quote(kind)}: an encoder, which has no KV cache")
     found = ARCHITECTURES.get(kind)
     if found is not None:
         # DeepSeek's first models have heads; the later models have a latent.
