@@ -62,3 +62,19 @@ def test_the_picture_has_the_rooms_of_the_check():
     drawn = [name for house in ("python/kvhma", "rust/core/src") for name in layers.rows_of(layers.PICTURES[house])]
     left_out = {"__init__", "types", "versions", "text", "lib", "digest", "finding"}
     assert {name for name in drawn if not re.search(rf"\b{name}\b", picture)} <= left_out
+
+
+def test_one_request_names_classes_that_are_there_once():
+    page = (ROOT / "docs/one-request.md").read_text(encoding="utf-8")
+    found: dict[str, list[ast.ClassDef]] = {}
+    for file in (ROOT / "python/kvhma/vllm").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(node)
+    named = set(re.findall(r"`([A-Z][A-Za-z]+)(?:\.(\w+))?`", page)) - {("LoadEvent", "NAME"), ("ReadEvent", "NAME")}
+    assert len(named) > 40
+    for name, member in named:
+        assert len(found[name]) == 1, name
+        members = {node.name for node in found[name][0].body if isinstance(node, ast.FunctionDef)}
+        members |= {node.target.id for node in found[name][0].body if isinstance(node, ast.AnnAssign)}
+        assert not member or member in members, f"{name}.{member}"

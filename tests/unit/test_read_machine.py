@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvhma.errors import HandshakeTimeoutError, PeerLostError, TransferError
-from kvhma.vllm.worker.read_machine import TABLE, ActiveRead, ReadEffect, ReadEvent, ReadState, held
+from kvhma.vllm.worker.read_machine import TABLE, ActiveRead, ReadEffect, ReadEvent, ReadState, required
 
 WALKS = 3000
 PROOFS = {ReadEvent.PIECE, ReadEvent.ON_BOARD, ReadEvent.HELD, ReadEvent.SUMMED}
@@ -41,9 +41,9 @@ def test_every_way_ends_well(part: int) -> None:
         steps = walk(seed)
         events = [event for _, event, _, _ in steps]
         done = [effect for *_, effects in steps for effect in effects]
-        assert done.count(ReadEffect.RELEASE) == events.count(ReadEvent.REPORTED) == 1
+        assert done.count(ReadEffect.CLEAN_UP) == events.count(ReadEvent.REPORTED) == 1
         # Nothing that could still write to the places is in flight when they are released.
-        released = next(index for index, (*_, effects) in enumerate(steps) if ReadEffect.RELEASE in effects)
+        released = next(index for index, (*_, effects) in enumerate(steps) if ReadEffect.CLEAN_UP in effects)
         assert events[released] in (ReadEvent.COPIED, ReadEvent.DRAINED)
         assert ReadState.POSTING not in {state for _, _, state, _ in steps[released:]}
         # The blocks get only bytes that P has held all the time, and of a failed read none.
@@ -51,7 +51,7 @@ def test_every_way_ends_well(part: int) -> None:
             if ReadEffect.COPY in effects:
                 assert event in PROOFS
                 assert following is ReadState.COPYING
-                assert ReadState.FAILING not in {state for _, _, state, _ in steps[:index]}
+                assert ReadState.DRAINING not in {state for _, _, state, _ in steps[:index]}
             if following is ReadState.POSTING:
                 assert event in (ReadEvent.ZEROED, ReadEvent.KNOWN_AGAIN)
         assert done.count(ReadEffect.PLAN) <= 1
@@ -61,24 +61,24 @@ def test_every_way_ends_well(part: int) -> None:
 USUAL = "KNOWN PLACES ZEROED POSTED READ PERMUTED"
 READ = "PLAN PERMUTE NOTE_READ SUM"
 STORIES = {
-    "a read": (f"{USUAL} ON_BOARD COPIED REPORTED", f"{READ} COPY RELEASE"),
+    "a read": (f"{USUAL} ON_BOARD COPIED REPORTED", f"{READ} COPY CLEAN_UP"),
     "an unknown engine": (
         f"HANDSHAKE HANDSHAKE_ENDED {USUAL} QUESTION HELD COPIED REPORTED",
-        f"{READ} COPY RELEASE",
+        f"{READ} COPY CLEAN_UP",
     ),
-    "a piece": (f"{USUAL} PIECE COPIED REPORTED", f"{READ} COPY RELEASE"),
+    "a piece": (f"{USUAL} PIECE COPIED REPORTED", f"{READ} COPY CLEAN_UP"),
     "digests": (
         f"{USUAL} QUESTION NO_DIGEST QUESTION DIGEST SUMMED COPIED REPORTED",
-        f"{READ} COPY RELEASE",
+        f"{READ} COPY CLEAN_UP",
     ),
     "a lost part": (
         "KNOWN PLACES ZEROED POSTED LOST HANDSHAKE HANDSHAKE_ENDED KNOWN_AGAIN POSTED READ PERMUTED ON_BOARD COPIED "
         "REPORTED",
-        "PLAN LEAVE_ENGINE COMPARE PERMUTE NOTE_READ SUM COPY RELEASE",
+        "PLAN LEAVE_ENGINE COMPARE PERMUTE NOTE_READ SUM COPY CLEAN_UP",
     ),
-    "no P": ("HANDSHAKE FAILED DRAINED REPORTED", "SAVE_CASE RELEASE"),
-    "blocks that P has freed": (f"{USUAL} QUESTION FAILED DRAINED REPORTED", f"{READ} SAVE_CASE RELEASE"),
-    "an error of the report": (f"{USUAL} ON_BOARD COPIED FAILED REPORTED", f"{READ} COPY RELEASE"),
+    "no P": ("HANDSHAKE FAILED DRAINED REPORTED", "SAVE_CASE CLEAN_UP"),
+    "blocks that P has freed": (f"{USUAL} QUESTION FAILED DRAINED REPORTED", f"{READ} SAVE_CASE CLEAN_UP"),
+    "an error of the report": (f"{USUAL} ON_BOARD COPIED FAILED REPORTED", f"{READ} COPY CLEAN_UP"),
 }
 
 
@@ -110,7 +110,7 @@ def test_the_first_error_counts_and_one_after_a_lost_connection_names_both() -> 
     first, second = TransferError("first"), TransferError("second")
     read.fail(first)
     read.fail(second)
-    assert (read.error, read.state) == (first, ReadState.FAILING)
+    assert (read.error, read.state) == (first, ReadState.DRAINING)
     read = new()
     read.lost = PeerLostError("cut off")
     read.fail(HandshakeTimeoutError("no answer"))
@@ -118,6 +118,6 @@ def test_the_first_error_counts_and_one_after_a_lost_connection_names_both() -> 
 
 
 def test_what_a_read_does_not_hold_is_an_error() -> None:
-    assert held(0) == 0
+    assert required(0) == 0
     with pytest.raises(RuntimeError, match="does not hold"):
-        held(None)
+        required(None)

@@ -10,7 +10,7 @@ from kvhma.vllm.wire.lease_board import mark_of
 from kvhma.vllm.wire.messages import MAX_CLAIMS
 from kvhma.vllm.worker.lease import LeaseQuestion
 from kvhma.vllm.worker.prefill_engines import PrefillEngine
-from kvhma.vllm.worker.read_machine import ActiveRead, held
+from kvhma.vllm.worker.read_machine import ActiveRead, required
 from kvhma.vllm.worker.read_steps import errors_fail
 
 _ASK_SECONDS = 2e-3
@@ -31,7 +31,7 @@ def check_leases(reads: Sequence[ActiveRead], timeout: float, *, more_to_come: b
     ready: dict[tuple[PrefillEngine, bool], list[ActiveRead]] = {}
     for read in reads:
         if read.sums is None or read.sums.may_ask:
-            ready.setdefault((held(read.engine), read.has_digest), []).append(read)
+            ready.setdefault((required(read.engine), read.has_digest), []).append(read)
     for (engine, _), of_engine in ready.items():
         if more_to_come and time.monotonic() - min(read.read_at for read in of_engine) <= _ASK_SECONDS:
             continue

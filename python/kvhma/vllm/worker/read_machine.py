@@ -14,7 +14,7 @@ An unknown P needs a handshake first (CONNECTING). If P's lease board does not s
 (ASKED). If P makes content digests, D waits for both of them (SUMMING). A part that is lost with its connection is
 read again: the read is QUEUED a second time.
 
-An error leads to FAILING from anywhere. There the read waits until nothing writes to its blocks any more, because vLLM
+An error leads to DRAINING from anywhere. There the read waits until nothing writes to its blocks any more, because vLLM
 gives them to another request as soon as the read is reported.
 """
 
@@ -46,9 +46,9 @@ ResourceT = TypeVar("ResourceT")
 class ReadState(enum.Enum):
     """What a read waits for."""
 
-    QUEUED = "the pump looks for P's engine"
+    QUEUED = "the pump looks up P's engine"
     CONNECTING = "a handshake with P"
-    PLACING = "places to read into"
+    PLACING = "places to read into: the blocks themselves, or slots in host memory with `host_staged`"
     ZEROING = "the device has zeroed what no transfer fills"
     POSTING = "the transport has all transfers"
     READING = "the transfers have ended"
@@ -57,7 +57,7 @@ class ReadState(enum.Enum):
     ASKED = "P's answer"
     SUMMING = "the digest of what was read"
     COPYING = "the device has copied what was read to the blocks"
-    FAILING = "nothing writes to its places any more"
+    DRAINING = "nothing writes to its places any more"
     REPORTING = "its result is noted for the scheduler"
     REPORTED = "nothing"
 
@@ -72,7 +72,7 @@ class ReadEvent(enum.Enum):
     PLACES = "it has places to read into"
     ZEROED = "the device does not write there any more"
     POSTED = "all transfers are posted"
-    LOST = "nothing is in flight, and parts were lost with the connection"
+    LOST = "nothing is in flight, and the transfers of some parts have failed"
     READ = "all parts are read"
     PERMUTED = "they are in order"
     PIECE = "it is a piece, of which D asks P nothing"
@@ -99,7 +99,7 @@ class ReadEffect(enum.Enum):
     SUM = "begin the digest, if P makes one too"
     COPY = "begin to copy to the blocks, if it was read to other places"
     SAVE_CASE = "write a case file, if `case_folder` is set"
-    RELEASE = "release P's engine, the question, the digest and the places"
+    CLEAN_UP = "release P's engine, the question, the digest and the places"
 
 
 _S, _E, _F = ReadState, ReadEvent, ReadEffect
@@ -122,9 +122,9 @@ TABLE: Mapping[tuple[ReadState, ReadEvent], tuple[ReadState, tuple[ReadEffect, .
     (_S.ASKED, _E.NO_DIGEST): (_S.CHECKING, ()),
     (_S.ASKED, _E.DIGEST): (_S.SUMMING, ()),
     (_S.SUMMING, _E.SUMMED): (_S.COPYING, (_F.COPY,)),
-    (_S.COPYING, _E.COPIED): (_S.REPORTING, (_F.RELEASE,)),
-    **{(state, _E.FAILED): (_S.FAILING, ()) for state in _S if state not in (_S.REPORTING, _S.REPORTED)},
-    (_S.FAILING, _E.DRAINED): (_S.REPORTING, (_F.SAVE_CASE, _F.RELEASE)),
+    (_S.COPYING, _E.COPIED): (_S.REPORTING, (_F.CLEAN_UP,)),
+    **{(state, _E.FAILED): (_S.DRAINING, ()) for state in _S if state not in (_S.REPORTING, _S.REPORTED)},
+    (_S.DRAINING, _E.DRAINED): (_S.REPORTING, (_F.SAVE_CASE, _F.CLEAN_UP)),
     (_S.REPORTING, _E.FAILED): (_S.REPORTING, ()),
     (_S.REPORTING, _E.REPORTED): (_S.REPORTED, ()),
 }
@@ -213,7 +213,7 @@ class ActiveRead:
         return [part for part in self.parts if part.in_flight]
 
 
-def held(resource: ResourceT | None) -> ResourceT:
+def required(resource: ResourceT | None) -> ResourceT:
     """Return what a read holds in its state.
 
     Raises:

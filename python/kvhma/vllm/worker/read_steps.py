@@ -22,7 +22,7 @@ from kvhma.vllm.memory import Memory
 from kvhma.vllm.worker.context import WorkerContext
 from kvhma.vllm.worker.digests import LoadSums, sums_of
 from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
-from kvhma.vllm.worker.read_machine import ActiveRead, ReadEffect, ReadEvent, ReadState, held
+from kvhma.vllm.worker.read_machine import ActiveRead, ReadEffect, ReadEvent, ReadState, required
 from kvhma.vllm.worker.read_parts import ReadPart, parts_of
 from kvhma.vllm.worker.results import LoadResults, failure_of
 
@@ -54,7 +54,7 @@ class ReadSteps:
             ReadState.ASKED: _answered,
             ReadState.SUMMING: _summed,
             ReadState.COPYING: lambda read: _device_ended(read, ReadEvent.COPIED),
-            ReadState.FAILING: self._drained,
+            ReadState.DRAINING: self._drained,
             ReadState.REPORTING: self._report,
         }
         """Each returns the event that the state waits for, or None while it has not happened."""
@@ -67,7 +67,7 @@ class ReadSteps:
             ReadEffect.SUM: self._sum,
             ReadEffect.COPY: self._copy,
             ReadEffect.SAVE_CASE: self._save_case,
-            ReadEffect.RELEASE: self._release,
+            ReadEffect.CLEAN_UP: self._clean_up,
         }
 
     def advance(self, read: ActiveRead) -> None:
@@ -111,7 +111,7 @@ class ReadSteps:
         while unposted and read.error is None and read.posted_at - started <= _POST_SECONDS:
             part = unposted.pop(0)
             with _losing(read, part):
-                part.handle = self._handle(held(read.engine), part)
+                part.handle = self._handle(required(read.engine), part)
             read.posted_at = time.monotonic()
         read.post_seconds += read.posted_at - started
         return None if unposted or read.error is not None else ReadEvent.POSTED
@@ -137,12 +137,12 @@ class ReadSteps:
             results.fail_load(name, failure_of(read.error))
         else:
             first_tokens = first_filled_tokens(
-                self._context.geometry, read.command.spans, held(read.transfer).first_tokens
+                self._context.geometry, read.command.spans, required(read.transfer).first_tokens
             )
             if read.sums is None:
                 results.succeed_load(name, first_tokens, verified_by_board=bool(read.verified_by_board))
             else:
-                results.ask_verdict(name, first_tokens, held(read.sums.result()))
+                results.ask_verdict(name, first_tokens, required(read.sums.result()))
         return ReadEvent.REPORTED
 
     # --- effects -------------------------------------------------------------------------------------------
@@ -155,8 +155,8 @@ class ReadSteps:
 
     def _planned(self, read: ActiveRead) -> tuple[Transfer, list[ReadPart], NDArray[np.uint64] | None]:
         """Return what to read and zero, the parts, and the ranges to reorder afterwards."""
-        engine, command = held(read.engine), read.command
-        transfer = engine.plan.transfer(command.num_tokens, list(held(read.places)), list(command.remote.spans))
+        engine, command = required(read.engine), read.command
+        transfer = engine.plan.transfer(command.num_tokens, list(required(read.places)), list(command.remote.spans))
         reads: Sequence[Read | PermutedRead] = transfer.reads
         permutes: list[NDArray[np.uint64]] = []
         if permute_bytes := self._context.settings.permute_bytes:
@@ -211,10 +211,10 @@ class ReadSteps:
             return
         context, command = self._context, read.command
         sums = sums_of(
-            held(read.engine).plan,
-            held(read.transfer),
+            required(read.engine).plan,
+            required(read.transfer),
             command,
-            held(read.places),
+            required(read.places),
             context.geometry,
             context.cp_tp_size,
         )
@@ -229,13 +229,13 @@ class ReadSteps:
         read.sums = LoadSums(command, command.remote.content_seed or 0, timed, timeout)
 
     def _copy(self, read: ActiveRead) -> None:
-        read.launched = self._memory.copy_in(held(read.places), read.command.spans, read.after)
+        read.launched = self._memory.copy_in(required(read.places), read.command.spans, read.after)
 
     def _save_case(self, read: ActiveRead) -> None:
         if read.engine is not None:
             self._results.cases.save_failed_load(read.command, read.engine.plan, read.places)
 
-    def _release(self, read: ActiveRead) -> None:
+    def _clean_up(self, read: ActiveRead) -> None:
         with errors_fail(read):
             self._release_engine(read)
         with errors_fail(read):
@@ -283,7 +283,7 @@ def _poll(read: ActiveRead) -> None:
     """Poll the transfers in flight."""
     for part in read.in_flight:
         with _losing(read, part):
-            held(part.handle).poll()
+            required(part.handle).poll()
 
 
 def _device_ended(read: ActiveRead, event: ReadEvent) -> ReadEvent | None:
@@ -308,7 +308,7 @@ def _checked(read: ActiveRead) -> ReadEvent | None:
 
 
 def _answered(read: ActiveRead) -> ReadEvent | None:
-    question, index = held(read.question)
+    question, index = required(read.question)
     if not question.poll():
         return None
     question.check(index)
@@ -321,7 +321,7 @@ def _answered(read: ActiveRead) -> ReadEvent | None:
 
 
 def _summed(read: ActiveRead) -> ReadEvent | None:
-    return None if held(read.sums).result() is None else ReadEvent.SUMMED
+    return None if required(read.sums).result() is None else ReadEvent.SUMMED
 
 
 def first_filled_tokens(geometry: Geometry, spans: Sequence[Span], first_tokens: Sequence[int]) -> dict[int, int]:
