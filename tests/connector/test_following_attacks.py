@@ -24,6 +24,7 @@ from connector.test_following import (  # noqa: F401
 )
 from kvhma.vllm.metadata import LocalWorkerIdentity
 from kvhma.vllm.scheduler import ticket_followers
+from kvhma.vllm.scheduler.offers import OfferState
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
 from support.schedulers import STEP, kept, output, request, tables
 from support.waiting import until
@@ -152,6 +153,9 @@ def test_p_that_answers_for_ever_does_not_keep_blocks(p, d, monkeypatch):  # noq
     assert d.take_stats().data["followed"] == {"lost": 1}
     d.on_worker_results(output(["r"]))
     assert d.decode.pending == {}
+    (offer,) = p.scheduler.prefill.settling.tickets._offers.values()
+    until(lambda: offer.state is OfferState.ENDED)
+    assert offer.ended == "its follower has cancelled it"
 
 
 @pytest.mark.parametrize("why", ["another prompt", "aborted"])

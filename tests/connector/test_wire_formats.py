@@ -132,7 +132,18 @@ def test_progress_with_the_parameters_of_a_request():
     assert read_params(answer.params) == PARAMS
 
 
-@pytest.mark.parametrize("params", [b'{"remote_port": 5600}', [], None, 7, {7: 7}, "text"], ids=str)
+HOSTILE = [
+    # Hashes of tuples have no seed, so a peer could make thousands of keys collide.
+    pytest.param(msgspec.Raw(bytes.fromhex("81a161" + "81" + "920102" + "01")), id="{'a': {[1, 2]: 1}}"),
+    {"a": {"b": {}}},
+    {"a": [[[]]]},
+    {"a": [[1] * 9]},
+    {"a": b"b"},
+    {str(key): 1 for key in range(65)},
+]
+
+
+@pytest.mark.parametrize("params", [b'{"remote_port": 5600}', [], None, 7, {7: 7}, "text", *HOSTILE], ids=str)
 def test_progress_with_other_parameters_is_an_answer_and_they_are_refused(params):
     """An older P sends JSON in bytes. The error is of the request, so D does not ask again."""
     answer = read_answer(msgspec.msgpack.encode(Progress(3, params=params)))

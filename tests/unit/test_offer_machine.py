@@ -167,6 +167,13 @@ def test_blocks_of_a_request_that_was_cancelled_as_it_ended_are_released() -> No
     assert released == [CLAIM]
 
 
+def test_parameters_that_cannot_be_sent_end_the_offer_and_not_the_engine() -> None:
+    made, _, _ = table()
+    made.hand_off(TICKET, {"remote_request_id": "\ud800"}, CLAIM)
+    assert (made.offer(TICKET).state, made.offer(TICKET).params) == (OfferState.ENDED, offers.NO_PARAMS)
+    assert "cannot be sent" in made.offer(TICKET).ended
+
+
 def test_p_forgets_what_is_over_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(offers, "time", SimpleNamespace(monotonic=lambda: now))

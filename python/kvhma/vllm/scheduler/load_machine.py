@@ -79,7 +79,7 @@ class LoadEvent(enum.Enum):
     NOTHING_TO_LOAD = "vLLM takes no tokens of it"
     SETTLED = "P has finished a piece"
     HANDED_OFF = "P has computed the prompt of the ticket"
-    TICKET_LOST = "P does not compute the prompt of the ticket any more"
+    TICKET_LOST = "P does not compute the prompt of the ticket any more, or takes too long"
     LOCAL = "D computes the prompt"
     REFUSED = "the request must fail"
     LOADED = "all ranks have read it, or have ended its pieces"

@@ -238,7 +238,11 @@ class TicketTable:
 
     def hand_off(self, ticket: bytes, params: Mapping[str, Any], claim: LeaseClaim) -> None:
         """Publish the parameters of a request that has ended; the `claim` is that of its blocks."""
-        written = write_params(params)
+        try:
+            written = write_params(params)
+        except UnicodeEncodeError as error:
+            self.end_ticket(ticket, f"P's parameters cannot be sent: {error.reason}")
+            return
 
         def hold(offer: Offer) -> None:
             offer.params, offer.claim, offer.blocks = written, claim, {}

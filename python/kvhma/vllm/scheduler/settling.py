@@ -152,6 +152,8 @@ class SettlingRequests:
         computed = 0
         while offer.steps and offer.steps[0][0] <= self._settled:
             computed = max(computed, min(offer.steps.popleft()[1], offer.total))
+        if not computed:  # most offers in most steps
+            return
         geometry, manager = self._context.geometry, self._context.manager
         if geometry is None or manager is None or not self._can_settle or offer.state is not OfferState.COMPUTING:
             return

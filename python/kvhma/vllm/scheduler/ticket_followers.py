@@ -55,11 +55,10 @@ _LONGEST_PAUSE_SECONDS = 3.0
 _SILENCE_SECONDS = 20.0
 """How long P may be silent, beside the time of one reply, before D stops retrying."""
 
-_STALL_SECONDS = 1800.0
-"""How long D holds blocks while P reports no more settled tokens than ever before. A busy P needs less, since the
-requests that are before this one in P's queue hold blocks of a D too. If the shares of 18 Ds hold 2 million tokens
-each, P computes all of them in this time at 20,000 tokens a second. P may also report nothing before the hand-off: then
-the time is enough for a prompt of a million tokens at 600 a second."""
+_STALL_SECONDS = 3600.0
+"""How long D holds blocks while P reports no more settled tokens than ever before. An honest P needs as long only if
+the requests before this one in its queue do. A P that reports nothing before the hand-off has this time for the prompt.
+"""
 
 _LONGEST_SECONDS = 4 * 3600.0
 """How long D follows a ticket, even if P settles one token after the other. A request without blocks may wait in P's
@@ -98,6 +97,7 @@ class TicketFollower:
         stalled_since: when P last reported more than ever, since D has blocks for the request; None without blocks.
         params: P's ``kv_transfer_params``; None before the hand-off.
         error: why there is no hand-off; empty as long as there may be one.
+        is_late: whether D has ended it, although P replies: P may still compute the prompt.
     """
 
     ticket: Ticket
@@ -114,6 +114,7 @@ class TicketFollower:
     stalled_since: float | None = None
     params: dict[str, Any] | None = None
     error: str = ""
+    is_late: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
     # Used by the thread only:
     version: int = 0
@@ -152,14 +153,15 @@ class TicketFollower:
             progress.prompt,
         ):
             raise RequestError(f"the ticket now names another request, of {progress.total} tokens, before {self.total}")
-        blocks = [] if progress.params or progress.ended else self._read_blocks(progress)
+        params = read_params(progress.params) if progress.params else None
+        blocks = [] if params is not None or progress.ended else self._read_blocks(progress)
         with self.lock:
             self.version, self.groups = progress.version, progress.groups
             self.total, self.prompt = progress.total, progress.prompt
             self.source = source  # last: a reader without the lock that sees it sees the other values too
             self.error = one_line(progress.ended) if progress.ended else ""
-            if progress.params:
-                self.params = read_params(progress.params)
+            if params is not None:
+                self.params = params
             elif not progress.ended:
                 if progress.epoch != self.epoch:
                     self.epoch, self.tokens, self.tables = progress.epoch, 0, {}
@@ -185,6 +187,7 @@ class TicketFollower:
         now = time.monotonic()
         with self.lock:
             stalled = 0.0 if self.stalled_since is None else now - self.stalled_since
+        self.is_late = stalled > _STALL_SECONDS or now - self.begun > _LONGEST_SECONDS
         if stalled > _STALL_SECONDS:
             raise RequestError(
                 f"{self.ticket.address} has computed no more of the prompt for {_STALL_SECONDS:.0f} s, while this "
@@ -285,13 +288,13 @@ class TicketFollowers:
         return follower
 
     def stop_follower(self, follower: TicketFollower, *, unwanted: bool) -> None:
-        """Stop a follower; if the request is `unwanted`, cancel it at P, even if P has finished it."""
+        """Stop a follower; if the request is `unwanted` or late, cancel it at P, even if P has finished it."""
         with self._lock:
             if follower not in self._followers:
                 return
             self._followers.remove(follower)
         # The thread may be using the client, so the thread closes it when it notices that the follower is gone.
-        if unwanted and not follower.error:
+        if follower.is_late or (unwanted and not follower.error):
             self.cancel_ticket(follower.ticket)
         self._wake()
 
@@ -351,11 +354,12 @@ class TicketFollowers:
     def _advance(self, follower: TicketFollower) -> None:
         """Connect, or read a reply, as far as that does not wait; end a follower whose time is over."""
         try:
-            follower.check_time()
             if follower.client is None:
                 self._connect(follower)
             if follower.client is not None and follower.client.poll():
                 self._receive(follower, follower.client)
+            if not follower.is_over:
+                follower.check_time()
         except (HandshakeError, RequestError) as error:
             self._note_error(follower, error)
         except Exception as error:  # it must not end the other followers

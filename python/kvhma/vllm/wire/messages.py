@@ -47,6 +47,11 @@ MAX_PROGRESS_BYTES = 32 << 20
 MAX_IDS_TEXT = 16 << 20
 """Most characters of block ids of a group."""
 
+MAX_KEYS = 64
+MAX_ROWS = 4096
+MAX_COLUMNS = 8
+"""Most keys of a map in parameters, rows of a list in it, and values of a row."""
+
 MAX_WAIT_SECONDS = 60.0
 """Longest time that a question may wait for its answer."""
 
@@ -241,7 +246,7 @@ class Progress(msgspec.Struct, tag="progress", frozen=True, omit_defaults=True):
         tokens: number of settled tokens.
         blocks: of settled tokens, as far as answers of this epoch have not named them.
         params: the ``kv_transfer_params`` that P has handed out for D, a map; empty until then. It is read apart, by
-            :func:`read_params`, so that other parameters end one request and no connection.
+            :func:`read_params`, so that other parameters end one request and no connection, if nested a little.
         ended: why there will be no hand-off; empty while it is possible.
     """
 
@@ -277,7 +282,13 @@ HEADER_BYTES = _HEADER.size
 
 _questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-_params: msgspec.msgpack.Decoder[dict[str, Any]] = msgspec.msgpack.Decoder(dict[str, Any])
+Scalar = str | int | float | bool | None
+Rows = Annotated[list[Annotated[list[Scalar], msgspec.Meta(max_length=MAX_COLUMNS)]], msgspec.Meta(max_length=MAX_ROWS)]
+Own = Annotated[dict[str, Scalar | Rows], msgspec.Meta(max_length=MAX_KEYS)]
+Params = Annotated[dict[str, Scalar | Rows | Own], msgspec.Meta(max_length=MAX_KEYS)]
+"""``kv_transfer_params`` as followers get them. All keys are texts: hashes of other keys could be made to collide."""
+
+_params: msgspec.msgpack.Decoder[dict[str, Any]] = msgspec.msgpack.Decoder(Params)
 
 
 def frame(message: Question | Answer) -> bytes:
@@ -328,7 +339,7 @@ def read_params(data: msgspec.Raw) -> dict[str, Any]:
     """Return the ``kv_transfer_params`` of a message. The receiver of the message has bounded its length.
 
     Raises:
-        RequestError: they are no map from texts. An older kvhma sent JSON.
+        RequestError: they are not `Params`. An older kvhma sent JSON.
     """
     try:
         return _params.decode(data)
