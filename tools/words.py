@@ -48,7 +48,7 @@ WORDS = {
         "borrow": "acquire",
         "meet": "preconnect",
         "Order": "QueuedLoad",
-        "Moving": "ActiveLoad",
+        "Moving": "ActiveRead",
         "Pull": "PendingLoad",
         "Stage": "LoadState",
         "WorkerHalf": "KvhmaWorker",
