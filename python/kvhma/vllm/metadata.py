@@ -247,7 +247,10 @@ class WorkerReport(KVConnectorWorkerMetadata):
             failures=_merge(
                 self.failures, report.failures, lambda known, failure: failure if known.transient else known
             ),
-            first_tokens=_merge(self.first_tokens, report.first_tokens, merge_first_tokens),
+            first_tokens={
+                name: merge_first_tokens(self.first_tokens.get(name, {}), report.first_tokens.get(name, {}))
+                for name in self.first_tokens.keys() | report.first_tokens.keys()
+            },
             pieces=_merge(self.pieces, report.pieces, operator.add),
             lost_pieces=self.lost_pieces | report.lost_pieces,
             step=report.step if self.step is None else self.step,  # all ranks report the same step
