@@ -35,7 +35,7 @@ from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.server import Listener, LocalEngine
 from kvhma.vllm.worker import board_reader, lease, lease_checks, preconnect, read_parts, read_pump, read_steps
 from kvhma.vllm.worker.context import WorkerContext
-from kvhma.vllm.worker.read_machine import ReadState
+from kvhma.vllm.worker.read_machine import ReadEffect, ReadState
 from kvhma.vllm.worker.read_parts import ReadPart
 from kvhma.vllm.worker.results import LoadResults
 from kvhma.vllm.worker.spans import Spans
@@ -798,6 +798,14 @@ def test_a_read_that_is_in_flight_when_its_load_fails_is_waited_for(p, d, held_r
 
 def waits_in(d, state):
     return until(lambda: [read for read in d.worker._pump._reads if read.state is state])
+
+
+def test_each_state_and_each_effect_of_a_read_has_its_step(d):
+    """A state without a step would wait for ever, and say nothing."""
+    steps = d.worker._pump._steps
+    of_the_pump = {ReadState.QUEUED, ReadState.CONNECTING, ReadState.REPORTED}
+    assert set(steps._waits) == set(ReadState) - of_the_pump
+    assert set(steps._effects) == set(ReadEffect)
 
 
 def test_places_go_to_the_read_that_has_waited_longest(p, d, held_reads, monkeypatch):
