@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ticket follower has an end that P cannot put off, and that a busy P does not meet. The clock is the test's."""
+"""D stops following a ticket after a time limit, even if P replies. The tests move the clock."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_request_may_wait_without_blocks_in_the_queue_of_p(follower: TicketFol
     assert "has not handed off the request within 14400 s" in why
 
 
-def test_a_new_epoch_puts_nothing_off(follower: TicketFollower, clock: SimpleNamespace) -> None:
+def test_a_new_epoch_does_not_extend_the_time(follower: TicketFollower, clock: SimpleNamespace) -> None:
     follower.on_blocks_allocated()
     tokens = [0]
 

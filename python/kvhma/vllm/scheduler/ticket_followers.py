@@ -168,7 +168,7 @@ class TicketFollower:
                 if progress.total <= self.max_tokens:
                     self._append(blocks)
                     self.tokens = min(progress.tokens, progress.total)
-                if self.tokens > self.most_tokens:  # else P has only begun a new epoch, which puts nothing off
+                if self.tokens > self.most_tokens:  # a new epoch alone is no progress
                     self.most_tokens = self.tokens
                     if self.stalled_since is not None:
                         self.stalled_since = time.monotonic()
@@ -187,14 +187,14 @@ class TicketFollower:
         now = time.monotonic()
         with self.lock:
             stalled = 0.0 if self.stalled_since is None else now - self.stalled_since
-        self.is_late = stalled > _STALL_SECONDS or now - self.begun > _LONGEST_SECONDS
         if stalled > _STALL_SECONDS:
-            raise RequestError(
-                f"{self.ticket.address} has computed no more of the prompt for {_STALL_SECONDS:.0f} s, while this "
-                "engine holds blocks for it"
-            )
-        if now - self.begun > _LONGEST_SECONDS:
-            raise RequestError(f"{self.ticket.address} has not handed off the request within {_LONGEST_SECONDS:.0f} s")
+            why = f"computed no more of the prompt for {_STALL_SECONDS:.0f} s, while this engine holds blocks for it"
+        elif now - self.begun > _LONGEST_SECONDS:
+            why = f"not handed off the request within {_LONGEST_SECONDS:.0f} s"
+        else:
+            return
+        self.is_late = True
+        raise RequestError(f"{self.ticket.address} has {why}")
 
     def _read_blocks(self, progress: Progress) -> list[tuple[int, int, list[int]]]:
         """Return group, position and ids of the blocks in a reply; an empty list if P's request is longer than D's."""
