@@ -392,6 +392,23 @@ def test_unfinished_questions_of_all_connections_are_bounded(monkeypatch):
         close_all(raws)
 
 
+def test_questions_that_wait_for_an_answer_are_bounded_too(monkeypatch):
+    """Fields that a question does not have are ignored, so it may be long; it waits up to a minute for its answer."""
+    monkeypatch.setattr(connections, "MAX_QUESTIONS_BYTES", 1 << 20)
+
+    class Waits:
+        def progress(self, question):
+            return None
+
+    question = {"type": "follow", "ticket": bytes(16), "seen": 0, "epoch": 0, "tokens": 0, "patience": 60.0}
+    with listening() as found, contextlib.ExitStack() as stack:
+        found._tickets = Waits()
+        for _ in range(4):
+            raw = stack.enter_context(connect(found.at))
+            raw.sendall(framed(msgspec.msgpack.encode(question | {"junk": bytes(400_000)})))
+        until(lambda: found.counted.by_label("side_channel_refused").get("room") == 2)
+
+
 def test_a_question_byte_by_byte_has_an_end(address, quick):
     # Before, only the size of a question had a bound.
     with connect(address) as raw:

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from kvhma._kvhma import ids_to_text
-from kvhma.vllm.wire.messages import NO_PARAMS, Follow, Progress, Settled, write_params
+from kvhma.vllm.wire.messages import NO_PARAMS, AskedTicket, Follow, Progress, Settled, write_params
 from kvhma.vllm.wire.params import Incarnation, LeaseClaim
 
 MAX_TICKETS = 4096
@@ -137,7 +137,7 @@ class Offer:
         self.state, effects = TABLE[self.state, event]
         return effects
 
-    def progress(self, question: Follow) -> Progress:
+    def progress(self, question: Follow | AskedTicket) -> Progress:
         """Return the progress, with the blocks that the follower does not know yet."""
         known = question.tokens if question.epoch == self.epoch else 0
         blocks = []
@@ -294,7 +294,7 @@ class TicketTable:
         if OfferEffect.RELEASE in effects and claim is not None:
             self.on_cancelled(claim)
 
-    def progress(self, question: Follow) -> Progress | None:
+    def progress(self, question: Follow | AskedTicket) -> Progress | None:
         """Return the progress of a request; None if the follower has seen all of it, or P does not know the ticket yet.
 
         If the follower has seen progress of a ticket that P no longer knows, the version is 0.

@@ -56,11 +56,11 @@ class Later(NamedTuple):
     """There is no answer yet.
 
     Attributes:
-        ticket: the ticket whose progress the answer waits for.
+        tickets: the tickets whose progress the answer waits for.
         seconds: after this time the answer is asked for again.
     """
 
-    ticket: bytes
+    tickets: tuple[bytes, ...]
     seconds: float
 
 
@@ -73,7 +73,7 @@ class Connection:
 
     Attributes:
         host: the peer's numeric address.
-        waits_for: the ticket whose progress its question waits for; None while no question waits.
+        waits_for: the tickets whose progress its question waits for; none while no question waits.
         events: of :mod:`selectors`, that it waits for.
         answered: number of answered questions.
         deadline: when the listener closes it if nothing comes, on the monotonic clock. While a question waits: when it
@@ -84,7 +84,7 @@ class Connection:
         """Take an accepted connection; call `answer` for each question."""
         self.socket = accepted
         self.host = host
-        self.waits_for: bytes | None = None
+        self.waits_for: tuple[bytes, ...] = ()
         self.events = selectors.EVENT_READ
         self.answered = 0
         self._secrets = secrets
@@ -103,8 +103,8 @@ class Connection:
 
     @property
     def received(self) -> int:
-        """Bytes of an incomplete question."""
-        return len(self._received)
+        """Bytes of a question that is incomplete, or waits for its answer."""
+        return len(self._received) + (len(self._question[0]) if self._question is not None else 0)
 
     @property
     def waits_for_peer(self) -> bool:
@@ -210,18 +210,18 @@ class Connection:
         question, came = self._question
         answer = self._answer(question, time.monotonic() - came)
         if isinstance(answer, Later):
-            self.waits_for = answer.ticket
+            self.waits_for = answer.tickets
             self.events = selectors.EVENT_READ
             self.deadline = time.monotonic() + answer.seconds
             return
-        self._question = self.waits_for = None
+        self._question, self.waits_for = None, ()
         self._send(answer)
 
     def _wait(self) -> None:
         """Something came while a question waits: the end of the connection, or another question."""
         if not self.socket.recv(1):
             raise ConnectionEnded
-        self._question = self.waits_for = None
+        self._question, self.waits_for = None, ()
         self._refuse("message", "it asks before it was answered", "one question at a time")
 
     def _pending(self) -> bool:

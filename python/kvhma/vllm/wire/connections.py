@@ -77,7 +77,7 @@ class Connections:
         self._group_of: dict[Connection, _Group] = {}
         self._waiting: dict[bytes, dict[Connection, None]] = {}
         """Connections whose question waits for progress of a ticket, by ticket."""
-        self._waits_for: dict[Connection, bytes] = {}
+        self._waits_for: dict[Connection, tuple[bytes, ...]] = {}
         self._limit = max(1, min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self._questions = _Budget(MAX_QUESTIONS_BYTES)
         self._answers = _Budget(MAX_ANSWERS_BYTES)
@@ -103,8 +103,11 @@ class Connections:
 
     def serve(self) -> None:
         """Wait for events, for a moment at most, and serve them."""
-        until_accept = _SWEEP_SECONDS if self._accepting else max(0.0, self._accept_at - time.monotonic())
-        for key, _ in self._selector.select(min(_SWEEP_SECONDS, until_accept)):
+        now = time.monotonic()
+        until = self._swept + _SWEEP_SECONDS
+        if not self._accepting:
+            until = min(until, self._accept_at)
+        for key, _ in self._selector.select(max(0.0, until - now)):
             group, started = self._group_of.get(key.data), time.thread_time()
             if key.fileobj is self._listening:
                 self._accept()
@@ -116,7 +119,7 @@ class Connections:
                 self._spent_on_unknown_peers += time.thread_time() - started
         if self._accepting and self._spent_on_unknown_peers > _UNKNOWN_PEERS_SECONDS:
             self._rest(self._spent_on_unknown_peers)
-        if time.monotonic() - self._swept > _SWEEP_SECONDS:
+        if time.monotonic() - self._swept >= _SWEEP_SECONDS:
             self._sweep()
         if not self._accepting and time.monotonic() >= self._accept_at:
             self._accept_again()
@@ -169,15 +172,18 @@ class Connections:
                 )
                 self._close_connection(largest, "room")
 
-    def _note_waiting(self, connection: Connection, ticket: bytes | None) -> None:
-        """Note the ticket whose progress a connection waits for; None if it does not wait."""
-        before = self._waits_for.pop(connection, None)
-        if before is not None:
-            del self._waiting[before][connection]
-            if not self._waiting[before]:
-                del self._waiting[before]
-        if ticket is not None:
-            self._waits_for[connection] = ticket
+    def _note_waiting(self, connection: Connection, tickets: tuple[bytes, ...]) -> None:
+        """Note the tickets whose progress a connection waits for; none if it does not wait."""
+        before = self._waits_for.pop(connection, ())
+        if tickets:
+            self._waits_for[connection] = tickets
+        if tickets == before:
+            return
+        for ticket in before:
+            del self._waiting[ticket][connection]
+            if not self._waiting[ticket]:
+                del self._waiting[ticket]
+        for ticket in tickets:
             self._waiting.setdefault(ticket, {})[connection] = None
 
     def _accept(self) -> None:
@@ -253,7 +259,7 @@ class Connections:
     def _close_connection(self, connection: Connection, refused: str = "") -> None:
         if refused:
             self._counters.count("side_channel_refused", label=refused)
-        self._note_waiting(connection, None)
+        self._note_waiting(connection, ())
         self._leave_group(connection)
         self._questions.note_stored(connection, 0)
         self._answers.note_stored(connection, 0)

@@ -52,6 +52,9 @@ MAX_ROWS = 4096
 MAX_COLUMNS = 8
 """Most keys of a map in parameters, rows of a list in it, and values of a row."""
 
+MAX_TICKETS_ASKED = 16
+"""Most tickets of one question."""
+
 MAX_WAIT_SECONDS = 60.0
 """Longest time that a question may wait for its answer."""
 
@@ -135,15 +138,31 @@ class Finish(msgspec.Struct, tag="finish", frozen=True, omit_defaults=True):
     nonce: Nonce = bytes(NONCE_BYTES)
 
 
-class Follow(msgspec.Struct, tag="follow", frozen=True, rename={"max_wait_seconds": "patience"}):
-    """How far is the request of this ticket? The answer comes when the request has a newer version than `seen`.
+class AskedTicket(msgspec.Struct, frozen=True, array_like=True):
+    """A ticket that a question asks about, and what the asking engine knows of it.
 
     Attributes:
         ticket: a proxy has drawn it for both engines.
         seen: version of the last answer; 0 before the first.
         epoch: of the last answer that named blocks.
         tokens: number of tokens whose blocks the answers of this epoch have named.
+    """
+
+    ticket: Ticket
+    seen: Version
+    epoch: Version
+    tokens: Tokens
+
+
+class Follow(msgspec.Struct, tag="follow", frozen=True, omit_defaults=True, rename={"max_wait_seconds": "patience"}):
+    """How far is the request of this ticket? The answer comes when the request has a newer version than `seen`.
+
+    The first four attributes are those of :class:`AskedTicket`. With `more`, the answer comes when any of the tickets
+    has a newer version, and names the ticket.
+
+    Attributes:
         max_wait_seconds: after this time the answer comes in any case.
+        more: further tickets, so that many share a connection.
     """
 
     ticket: Ticket
@@ -151,6 +170,7 @@ class Follow(msgspec.Struct, tag="follow", frozen=True, rename={"max_wait_second
     epoch: Version
     tokens: Tokens
     max_wait_seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_SECONDS)]
+    more: Annotated[list[AskedTicket], msgspec.Meta(max_length=MAX_TICKETS_ASKED - 1)] = []
 
 
 class Unfollow(msgspec.Struct, tag="unfollow", frozen=True):
@@ -248,6 +268,8 @@ class Progress(msgspec.Struct, tag="progress", frozen=True, omit_defaults=True):
         params: the ``kv_transfer_params`` that P has handed out for D, a map; empty until then. It is read apart, by
             :func:`read_params`, so that other parameters end one request and no connection, if nested a little.
         ended: why there will be no hand-off; empty while it is possible.
+        ticket: which request, if the question has named more than one. If none has a newer version, it is the first,
+            with the version that the question has seen. Older listeners name none, and look at the first only.
     """
 
     version: Version
@@ -262,6 +284,7 @@ class Progress(msgspec.Struct, tag="progress", frozen=True, omit_defaults=True):
     blocks: Annotated[list[Settled], msgspec.Meta(max_length=256)] = []
     params: msgspec.Raw = NO_PARAMS
     ended: Text = ""
+    ticket: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
 
 
 class Done(msgspec.Struct, tag="done", frozen=True):

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from kvhma.errors import HandshakeError
 from kvhma.text import one_line
 from kvhma.vllm.counters import Counters
@@ -22,6 +24,7 @@ from kvhma.vllm.wire.connections import Connections
 from kvhma.vllm.wire.messages import (
     PROTOCOL,
     Answer,
+    AskedTicket,
     AskEngineInfo,
     AskWorkerIdentity,
     Done,
@@ -69,7 +72,7 @@ class LeaseService(Protocol):
 class TicketService(Protocol):
     """What a listener asks about tickets, from its own thread."""
 
-    def progress(self, question: Follow) -> Progress | None:
+    def progress(self, question: Follow | AskedTicket) -> Progress | None:
         """Return how far a request is; None if it has not progressed since the last answer."""
 
     def cancel_ticket(self, ticket: bytes) -> None:
@@ -176,11 +179,15 @@ class Listener:
             return Problem("an error on this side, see its log")
 
     def _progress(self, question: Follow, waited: float) -> Progress | Later:
-        """Return the progress of a ticket, or how much longer the question may wait for it."""
-        found = None if self._tickets is None else self._tickets.progress(question)
-        if found is None and waited < question.max_wait_seconds:
-            return Later(question.ticket, question.max_wait_seconds - waited)
-        return found or Progress(question.seen)
+        """Return the progress of the first ticket that has any, or how much longer the question may wait for it."""
+        tickets: tuple[Follow | AskedTicket, ...] = (question, *question.more)
+        for asked in tickets:
+            found = None if self._tickets is None else self._tickets.progress(asked)
+            if found is not None:
+                return msgspec.structs.replace(found, ticket=asked.ticket) if question.more else found
+        if waited < question.max_wait_seconds:
+            return Later(tuple({asked.ticket: None for asked in tickets}), question.max_wait_seconds - waited)
+        return Progress(question.seen, ticket=question.ticket if question.more else b"")
 
     def _answer(self, question: Question, waited: float) -> Answer | Later:
         engine = self._engine
