@@ -160,7 +160,7 @@ class Secrets:
             if found == self._read:
                 return
             self._current, self._read = _derive(found), found
-        except SettingsError as error:
+        except (SettingsError, OSError) as error:  # OSError: of the temporary file for a certificate
             if not self._unusable:
                 logger.warning("kvhma: %s; the secrets stay as they were", error)
             self._unusable = True
