@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import select
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvhma.errors import HandshakeError, HandshakeTimeoutError
 from kvhma.text import one_line
@@ -39,6 +41,11 @@ from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.sockets import keep_alive
 
 _CHUNK = 256 << 10
+FOLLOW_SECONDS = 2.0
+"""Least time for an answer to `Follow`, after the time that the question lets it wait: a listener may be a second late.
+"""
+
+_UNDER_WAY = (errno.EINPROGRESS, errno.EALREADY, errno.EWOULDBLOCK)
 _TLS_ALERT = b"\x15\x03"
 
 _MAX_BYTES: dict[type[Question], int] = {AskWorkerIdentity: MAX_IDENTITY_BYTES, Follow: MAX_PROGRESS_BYTES}
@@ -53,17 +60,20 @@ class Client:
     Attributes:
         waiting: whether a question has no answer yet.
         context: the TLS context of the connection; None without a secret.
-        on_received: called with the bytes received so far of the answer to :meth:`ask`, whenever there are more.
-            :meth:`ask` then raises what this raises.
+        deadline: for the answer, or for the connection, on the monotonic clock.
+        on_received: called with the bytes received so far of an answer, whenever there are more. :meth:`poll` and
+            :meth:`ask` then raise what this raises.
     """
 
-    def __init__(self, address: Address, timeout: float, secrets: Secrets) -> None:
+    def __init__(self, address: Address, timeout: float, secrets: Secrets, *, wait: bool = True) -> None:
         """Connect to a numeric address.
 
         Args:
             address: of the listener.
             timeout: seconds to wait for the connection, and for each whole answer.
             secrets: of this engine. If it has a secret, the listener needs the same.
+            wait: whether to wait for the connection. Without waiting, :meth:`poll` connects, and its errors are those
+                of the first question.
 
         Raises:
             HandshakeError: the address is not numeric, only one side has a secret, or the secrets differ.
@@ -74,15 +84,28 @@ class Client:
         self.waiting = False
         self.on_received: Callable[[int], None] | None = None
         self.context = secrets.client_context()
-        self._deadline = time.monotonic() + timeout
+        self.deadline = time.monotonic() + timeout
+        self._answer_seconds = timeout
+        self._last_deadline = math.inf
         self._unsent = memoryview(b"")
         self._received = bytearray()
         self._limit = 0
         self._asked = ""
         self._error: HandshakeError | None = None
-        self._connected = False
-        self._socket: socket.socket | ssl.SSLSocket = self._connect()
-        self._connected = True
+        # Not bound to this client: a reference cycle would hold its bytes after its end.
+        self._opening: Callable[[Client], None] | None = Client._connect
+        """What is left to do before questions can be sent; None if the connection is open."""
+        self._wants = select.POLLOUT
+        """What it waits for while it opens."""
+        self._place, self._socket = self._make_socket()
+        try:
+            while not self.poll() and wait and self._opening is not None:
+                _ready(self._socket, self._wants, self.deadline - time.monotonic())
+            if wait and self._error is not None:
+                raise self._error
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Client:
         return self
@@ -95,8 +118,20 @@ class Client:
         self._socket.close()
 
     def fileno(self) -> int:
-        """Return the file descriptor that is readable when :meth:`poll` may make progress."""
+        """Return the file descriptor that has one of `events` when :meth:`poll` may make progress."""
         return self._socket.fileno()
+
+    @property
+    def events(self) -> int:
+        """Events of :mod:`select` that :meth:`poll` waits for."""
+        if self._opening is not None:
+            return self._wants
+        return select.POLLIN | (select.POLLOUT if self._unsent else 0)
+
+    @property
+    def received(self) -> int:
+        """Bytes of an incomplete answer."""
+        return len(self._received)
 
     def ask(self, question: Question, kind: type[AnswerT], *, deadline: float = math.inf) -> AnswerT:
         """Ask and wait for an answer of a kind, at most until the deadline on the monotonic clock.
@@ -105,12 +140,11 @@ class Client:
             HandshakeError: the listener refuses the question, or its answer is of another kind.
             HandshakeTimeoutError: no answer in time. The client cannot be used any more.
         """
-        self.send(question)
-        self._deadline = min(self._deadline, deadline)
+        self.send(question, deadline=deadline)
         return self.receive(kind)
 
-    def send(self, question: Question) -> None:
-        """Ask without waiting. Receive the answer before the next question.
+    def send(self, question: Question, *, deadline: float = math.inf) -> None:
+        """Ask without waiting. Receive the answer before the next question, at most until the deadline.
 
         Raises:
             HandshakeError: the question is too long.
@@ -119,7 +153,7 @@ class Client:
         data = frame(question)
         if len(data) - HEADER_BYTES > MAX_QUESTION_BYTES:
             raise HandshakeError(f"a question has {len(data)} bytes, at most {MAX_QUESTION_BYTES} can be asked")
-        if self._error is None and not self.idle():
+        if self._error is None and (self.waiting or (self._opening is None and not self.idle())):
             self._attempt(self._read)  # nothing was asked, so what comes says why the connection has ended
             self._error = self._error or HandshakeTimeoutError(f"{self._address} was asked and has not answered yet")
         if self._error is not None:
@@ -127,9 +161,14 @@ class Client:
         self.waiting, self._asked = True, type(question).__name__
         self._unsent = memoryview(data)
         self._limit = _MAX_BYTES.get(type(question), MAX_ANSWER_BYTES)
-        max_wait = question.max_wait_seconds if isinstance(question, Follow) else 0.0
-        self._deadline = time.monotonic() + self._timeout + max_wait
-        self._attempt(self._flush)
+        self._answer_seconds = self._timeout
+        if isinstance(question, Follow):
+            self._answer_seconds = max(self._timeout, FOLLOW_SECONDS) + question.max_wait_seconds
+        self._last_deadline = deadline
+        self.deadline = min(self.deadline, deadline)
+        if self._opening is None:
+            self._begin_answer()
+            self._attempt(self._flush)
         if self._error is not None:
             raise self._error.with_traceback(None)
 
@@ -142,18 +181,19 @@ class Client:
 
     def poll(self) -> bool:
         """Return whether a whole answer or an error is here, so that :meth:`receive` would not wait. Never waits."""
-        if self._error is None and not self._complete():
+        if self._opening is not None and self._error is None:
+            self._attempt(self._open)
+        if self._opening is None and self.waiting and self._error is None and not self._complete():
             self._attempt(self._flush)
             self._attempt(self._read)
-        if self._error is None and not self._complete() and time.monotonic() >= self._deadline:
+        if self._error is None and not self._complete() and time.monotonic() >= self.deadline:
             self._error = HandshakeTimeoutError(f"no answer from {self._address} in {self._timeout:.3g} s")
         return self._error is not None or self._complete()
 
     def receive(self, kind: type[AnswerT]) -> AnswerT:
         """Wait for an answer of a kind. Errors as for :meth:`ask`."""
         while not self.poll():
-            events = select.POLLIN | (select.POLLOUT if self._unsent else 0)
-            _ready(self._socket, events, self._deadline - time.monotonic())
+            _ready(self._socket, self.events, self.deadline - time.monotonic())
         answer = self._take_answer()
         if not isinstance(answer, kind):
             raise HandshakeError(f"{self._address} answers {self._asked} with {type(answer).__name__}")
@@ -216,48 +256,58 @@ class Client:
 
     # --- connecting ----------------------------------------------------------------------------------------
 
-    def _connect(self) -> socket.socket | ssl.SSLSocket:
-        address = self._address
-        if not is_numeric(address):
-            raise HandshakeError(f"remote_host {one_line(address.host)!r} is not numeric")
-        opened: socket.socket | None = None
+    def _make_socket(self) -> tuple[Any, socket.socket | ssl.SSLSocket]:
+        """Return the address for the system, and a socket that never waits."""
+        if not is_numeric(self._address):
+            raise HandshakeError(f"remote_host {one_line(self._address.host)!r} is not numeric")
         try:
             ((family, kind, _, _, place), *_) = socket.getaddrinfo(
-                address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+                self._address.host, self._address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
             )
-            opened = socket.socket(family, kind)
-            opened.settimeout(max(0.001, self._timeout))
-            opened.connect(place)
-            opened.setblocking(False)
-            keep_alive(opened)
-            return opened if self.context is None else self._wrap(opened, self.context)
-        except BaseException as error:
-            if opened is not None:
-                opened.close()
-            if isinstance(error, TimeoutError):
-                raise HandshakeTimeoutError(f"no answer from {address} in {self._timeout:.3g} s") from error
-            if isinstance(error, OSError):
-                raise self._failure(error) from error
-            raise
+            made = socket.socket(family, kind)
+        except OSError as error:
+            raise self._failure(error) from error
+        made.setblocking(False)
+        return place, made
 
-    def _wrap(self, opened: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
-        """Open TLS within the remaining time."""
-        wrapped = context.wrap_socket(opened, do_handshake_on_connect=False)
+    def _open(self) -> None:
+        """Connect, and do the handshake, as far as that does not wait."""
+        while self._opening is not None:
+            self._opening(self)
+
+    def _connect(self) -> None:
+        error = self._socket.connect_ex(self._place)
+        if error in _UNDER_WAY:
+            raise BlockingIOError
+        if error not in (0, errno.EISCONN):
+            raise OSError(error, os.strerror(error))
+        keep_alive(self._socket)
+        if self.context is None:
+            self._note_open()
+        else:
+            self._socket = self.context.wrap_socket(self._socket, do_handshake_on_connect=False)
+            self._opening = Client._shake_hands
+
+    def _shake_hands(self) -> None:
+        assert isinstance(self._socket, ssl.SSLSocket)  # noqa: S101
         try:
-            while True:
-                try:
-                    wrapped.do_handshake()
-                except ssl.SSLWantReadError:
-                    events = select.POLLIN
-                except ssl.SSLWantWriteError:
-                    events = select.POLLOUT
-                else:
-                    return wrapped
-                if not _ready(wrapped, events, self._deadline - time.monotonic()):
-                    raise TimeoutError
-        except BaseException:
-            wrapped.close()
+            self._socket.do_handshake()
+        except ssl.SSLWantReadError:
+            self._wants = select.POLLIN
             raise
+        except ssl.SSLWantWriteError:
+            self._wants = select.POLLOUT
+            raise
+        self._note_open()
+
+    def _note_open(self) -> None:
+        self._opening = None
+        if self.waiting:
+            self._begin_answer()
+
+    def _begin_answer(self) -> None:
+        """Begin the time for an answer."""
+        self.deadline = min(time.monotonic() + self._answer_seconds, self._last_deadline)
 
     def _failure(self, error: OSError) -> HandshakeError:
         """Return the error to raise for an error of the connection."""
@@ -266,7 +316,7 @@ class Client:
             return HandshakeError(
                 f"the secrets of {self._address} and of this engine differ: one does not accept what the other one uses"
             )
-        if isinstance(error, ssl.SSLError) and not self._connected and not isinstance(error, ssl.SSLEOFError):
+        if isinstance(error, ssl.SSLError) and self._opening is not None and not isinstance(error, ssl.SSLEOFError):
             return HandshakeError(
                 f"{self._address} has no secret and this engine has one: set secret_file or KVHMA_SECRET there too "
                 f"({reason})"
@@ -277,16 +327,21 @@ class Client:
 class ClientPool:
     """Connected clients of one listener. A new connection takes several times as long to answer."""
 
-    _KEPT = 4
-
-    def __init__(self, address: Address, timeout: float, secrets: Secrets) -> None:
-        """Start without clients; arguments as for :class:`Client`."""
+    def __init__(self, address: Address, timeout: float, secrets: Secrets, *, kept: int = 4) -> None:
+        """Start without clients; keep at most so many. Other arguments as for :class:`Client`."""
         self._address = address
         self._timeout = timeout
         self._secrets = secrets
+        self._kept = kept
         self._idle: list[Client] = []
         self._closed = False
+        self.used_at = time.monotonic()
+        """When a client was last taken or released."""
         self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Return the number of idle clients."""
+        return len(self._idle)
 
     def take_client(self) -> Client:
         """Return a client for one thread, until :meth:`release_client`; connect if no client is idle.
@@ -300,6 +355,7 @@ class ClientPool:
         """Return a connected client, or None if no client is idle. Never waits."""
         while True:
             with self._lock:
+                self.used_at = time.monotonic()
                 if not self._idle:
                     return None
                 client = self._idle.pop()
@@ -310,7 +366,8 @@ class ClientPool:
     def release_client(self, client: Client) -> None:
         """Return a client to the pool, unless it still waits for an answer."""
         with self._lock:
-            if client.idle() and not self._closed and len(self._idle) < self._KEPT:
+            self.used_at = time.monotonic()
+            if client.idle() and not self._closed and len(self._idle) < self._kept:
                 self._idle.append(client)
                 return
         client.close()
