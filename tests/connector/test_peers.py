@@ -1,0 +1,412 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a process reaches other engines: whose turn it is, what a call costs, and how it ends."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("msgspec")
+pytest.importorskip("cryptography")
+
+from kvhma.errors import HandshakeError, HandshakeTimeoutError
+from kvhma.vllm.settings import Settings
+from kvhma.vllm.wire import names, peers, room
+from kvhma.vllm.wire import secrets as wire_secrets
+from kvhma.vllm.wire.messages import (
+    PROTOCOL,
+    AskEngineInfo,
+    AskWorkerIdentity,
+    Done,
+    EngineInfo,
+    Follow,
+    Progress,
+    Renew,
+    SignedWorkerIdentity,
+    Unfollow,
+)
+from kvhma.vllm.wire.params import Address
+from kvhma.vllm.wire.peers import Peers
+from kvhma.vllm.wire.room import Room
+from kvhma.vllm.wire.secrets import Secrets
+from support.counted import Counted
+from support.engines.engine import free_port
+from support.listening import HELLO, NONCE, hostile, listening
+from support.waiting import HANG_SECONDS, until
+
+OPEN, A = Secrets(), Secrets([b"a" * 32])
+INFO = AskEngineInfo(PROTOCOL)
+END = 5 * HANG_SECONDS
+
+
+@pytest.fixture
+def asking() -> Iterator[Peers]:
+    with closing(Peers(5, OPEN, Counted())) as made:
+        yield made
+
+
+@pytest.fixture
+def silent() -> Iterator[Address]:
+    """An address that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
+        yield Address(*listener.getsockname())
+
+
+# --- room ----------------------------------------------------------------------------------------------------
+
+
+def at(number: int) -> Address:
+    return Address(f"10.0.{number >> 8}.{number & 255}", 1)
+
+
+def fill(found: Room, *, is_long: bool, known: bool = False) -> int:
+    """Start calls at different addresses while there is room, and return their number."""
+    number = 0
+    while True:
+        address = at(number)
+        if known:
+            found.note_answer(address)
+        if not found.has_room(address, is_long=is_long):
+            return number
+        found.note_start(address, is_long=is_long)
+        number += 1
+
+
+def test_unknown_peers_and_long_calls_have_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "MAX_WAITING", 64)
+    known = Address("p", 1)
+    assert fill(Room(), is_long=False) == 48
+    assert fill(Room(), is_long=True) == 32
+    assert fill(Room(), is_long=False, known=True) == 64
+    found = Room()
+    found.note_answer(known)
+    fill(found, is_long=True)
+    fill(found, is_long=False)
+    assert found.has_room(known, is_long=False), "an engine that has answered"
+    assert not found.has_room(known, is_long=True)
+    assert not found.has_room(at(99), is_long=False)
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_one_address_has_a_share(is_long: bool) -> None:
+    found, address = Room(), at(1)
+    for most in (room.MAX_AT_UNKNOWN_ADDRESS, room.MAX_AT_ADDRESS):
+        while found.has_room(address, is_long=is_long):
+            found.note_start(address, is_long=is_long)
+        assert found._waiting[address, is_long] == most
+        assert found.has_room(address, is_long=not is_long)
+        found.note_answer(address)
+
+
+def test_responsive_engines_come_first_then_new_ones_then_those_that_failed() -> None:
+    found = Room()
+    responsive, new, failed, failed_before = map(at, range(4))
+    found.note_failure(failed_before, 1.0)
+    found.note_failure(responsive, 1.5)
+    found.note_failure(failed, 2.0)
+    found.note_answer(responsive)
+    assert sorted([failed, new, failed_before, responsive], key=found.turn) == [responsive, new, failed_before, failed]
+
+
+def test_what_room_remembers_is_bounded() -> None:
+    found = Room()
+    for number in range(5000):
+        found.note_answer(at(number))
+        found.note_failure(at(number + 10_000), number)
+    assert len(found._responsive) == len(found._failed_at) == room._MAX_REMEMBERED
+    assert found.is_responsive(at(4999))
+    assert not found.is_responsive(at(0))
+
+
+# --- calls ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("secrets", [OPEN, A], ids=["without a secret", "with a secret"])
+def test_an_answer_an_error_and_one_connection(secrets: Secrets) -> None:
+    with listening(secrets=secrets) as p, closing(Peers(5, secrets, Counted())) as asking:
+        for _ in range(3):
+            assert asking.ask(p.at, INFO, EngineInfo).result(END).engine_id == "p"
+        identity = asking.ask(p.at, AskWorkerIdentity(0, 0, NONCE), SignedWorkerIdentity).result(END)
+        assert identity.data == HELLO
+        with pytest.raises(HandshakeError, match="tensor 7"):
+            asking.ask(p.at, AskWorkerIdentity(0, 7, NONCE), SignedWorkerIdentity).result(END)
+        with pytest.raises(HandshakeError, match="AskEngineInfo with EngineInfo"):
+            asking.ask(p.at, INFO, Done).result(END)
+        assert len(asking.pool(p.at)) == 1
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(OPEN, A), (A, OPEN), (A, Secrets([b"b" * 32]))])
+def test_secrets_that_differ(ours: Secrets, theirs: Secrets) -> None:
+    with listening(secrets=theirs) as p, closing(Peers(5, ours, Counted())) as asking:
+        call = asking.ask(p.at, INFO, EngineInfo)
+        with pytest.raises(HandshakeError, match="secret"):
+            call.result(END)
+
+
+def test_a_connection_that_p_has_closed_costs_no_answer(asking: Peers) -> None:
+    with listening() as p:
+        asking.ask(p.at, INFO, EngineInfo).result(END)
+        (client,) = asking.pool(p.at)._idle
+        client.idle = lambda: True  # P closes it at this moment  # type: ignore[method-assign]
+        address = p.at
+    with listening(at=address):
+        assert asking.ask(address, INFO, EngineInfo).result(END).engine_id == "p"
+
+
+def test_nobody_is_there(asking: Peers) -> None:
+    with pytest.raises(HandshakeTimeoutError, match="no answer from"):
+        asking.ask(Address("127.0.0.1", free_port()), INFO, EngineInfo).result(END)
+
+
+def test_a_deadline_before_the_timeout(asking: Peers, silent: Address) -> None:
+    with pytest.raises(HandshakeTimeoutError):
+        asking.ask(silent, INFO, EngineInfo, deadline=time.monotonic() + 0.1).result(4)
+
+
+def test_names(asking: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow name service delays no other call."""
+    go_on = threading.Event()
+    getaddrinfo = names.getaddrinfo
+
+    def slowly(host: str, *more: Any, **options: Any) -> Any:
+        if host == "slow":
+            go_on.wait(END)
+            host = "localhost"
+        return getaddrinfo(host, *more, **options)
+
+    monkeypatch.setattr(names, "getaddrinfo", slowly)
+    with listening() as p:
+        slow = asking.ask(Address("slow", p.at.port), INFO, EngineInfo)
+        assert asking.ask(p.at, INFO, EngineInfo).result(END).engine_id == "p"
+        assert not slow.done()
+        go_on.set()
+        assert slow.result(END).engine_id == "p"
+    with pytest.raises(HandshakeTimeoutError, match="no-such-host"):
+        asking.ask(Address("no-such-host.invalid", 1), INFO, EngineInfo).result(END)
+
+
+def test_a_name_that_is_not_looked_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(names, "getaddrinfo", lambda *_, **__: go_on.wait(END))
+    with closing(Peers(0.2, OPEN, Counted())) as asking:
+        with pytest.raises(HandshakeTimeoutError, match=r"slow:1 was not looked up in 0\.2 s"):
+            asking.ask(Address("slow", 1), INFO, EngineInfo).result(END)
+        go_on.set()
+
+
+def test_received_bytes_are_shown_and_may_be_refused(asking: Peers) -> None:
+    def refuses(count: int) -> None:
+        seen.append(count)
+        if count > 1000:
+            raise ValueError("too many")
+
+    seen: list[int] = []
+    with listening() as p:
+        call = asking.ask(p.at, AskWorkerIdentity(0, 0, NONCE), SignedWorkerIdentity, on_received=refuses)
+        with pytest.raises(ValueError, match="too many"):
+            call.result(END)
+        assert seen
+        assert not len(asking.pool(p.at)), "the rest of the answer would be taken for the next one"
+        assert asking.ask(p.at, INFO, EngineInfo).result(END).engine_id == "p"
+
+
+def test_a_cancelled_call_gives_its_room_back(asking: Peers, silent: Address) -> None:
+    calls = [asking.ask(silent, INFO, EngineInfo) for _ in range(2 * room.MAX_AT_UNKNOWN_ADDRESS)]
+    until(lambda: len(asking._active) == room.MAX_AT_UNKNOWN_ADDRESS)
+    active = list(asking._active)
+    for call in active:
+        asking.cancel(call)
+    until(lambda: set(calls) == {*active, *asking._active})
+    for call in calls:
+        asking.cancel(call)
+    until(lambda: not asking._active)
+    assert not asking._queues
+    assert asking._room._waiting_all == 0
+    assert all(call.cancelled() for call in calls)
+
+
+def test_calls_that_wait_are_bounded(asking: Peers, silent: Address) -> None:
+    calls = [asking.ask(silent, INFO, EngineInfo) for _ in range(peers._MAX_QUEUED + 100)]
+    with pytest.raises(HandshakeTimeoutError, match="too many questions wait"):
+        calls[-1].result(END)
+    with listening() as p:
+        assert asking.ask(p.at, INFO, EngineInfo).result(END).engine_id == "p"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # ssl leaves its socket to the collector
+def test_a_connection_that_is_reset_while_it_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formerly its descriptor stayed registered: the next connection with this descriptor was never ready."""
+    connect_ex = socket.socket.connect_ex
+    waits: dict[int, int] = {}
+
+    def slowly(self: socket.socket, place: Any) -> int:
+        result = connect_ex(self, place)
+        waits[id(self)] = waits.get(id(self), 0) + 1
+        if result == 0 and waits[id(self)] < 3:
+            return errno.EINPROGRESS  # as over a network: the thread waits for the connection
+        if waits[id(self)] == 3:
+            time.sleep(0.02)  # the peer resets it now
+        return result
+
+    def resets(raw: socket.socket) -> None:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        raw.close()
+
+    with closing(Peers(3, A, Counted())) as asking, hostile(resets, connections=4) as address:
+        with monkeypatch.context() as patch:
+            patch.setattr(socket.socket, "connect_ex", slowly)
+            for _ in range(4):
+                with pytest.raises(HandshakeTimeoutError):
+                    asking.ask(address, INFO, EngineInfo).result(END)
+        with listening(secrets=A) as p:
+            assert asking.ask(p.at, INFO, EngineInfo).result(END).engine_id == "p"
+        assert len(asking._selector.get_map()) == 1, "the wake-up"
+
+
+def test_secrets_that_cannot_be_read_anew_fail_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire_secrets, "_REREAD_SECONDS", 0.0)
+    file = tmp_path / "secrets"
+    file.write_bytes(b"a" * 32)
+    with (
+        listening(secrets=A) as p,
+        closing(Peers(5, Secrets.load(Settings(secret_file=str(file))), Counted())) as asking,
+    ):
+        asking.ask(p.at, INFO, EngineInfo).result(END)
+
+        def full(*_: Any, **__: Any) -> None:
+            raise OSError(errno.ENOSPC, "no space left on device")
+
+        file.write_bytes(b"b" * 32 + b"\n" + b"a" * 32)
+        monkeypatch.setattr(wire_secrets, "_derive", full)
+        assert asking.ask(p.at, INFO, EngineInfo).result(END).engine_id == "p"
+
+
+def test_an_engine_that_answers_late_within_its_time_is_responsive(asking: Peers) -> None:
+    """A listener looks once a second whether the time of a waiting question is over."""
+    with listening() as p:
+        p._tickets = Tickets()
+        for _ in range(3):
+            asking.ask(p.at, Follow(bytes(16), 0, 0, 0, 0.9), Progress).result(END)
+            assert asking._room.is_responsive(p.at)
+
+
+def test_a_panic_in_a_callback_at_the_end(silent: Address) -> None:
+    class Panic(BaseException):
+        """As PyO3 raises one: not an Exception."""
+
+    def panics(_: Any) -> None:
+        raise Panic
+
+    asking = Peers(10 * END, OPEN, Counted())
+    first, second = asking.ask(silent, INFO, EngineInfo), asking.ask(silent, INFO, EngineInfo)
+    until(lambda: len(asking._active) == 2)
+    first.add_done_callback(panics)
+    asking.close()
+    with pytest.raises(HandshakeTimeoutError, match="this engine stops"):
+        second.result(END)
+
+
+def test_the_end_fails_what_has_no_answer(silent: Address) -> None:
+    asking = Peers(10 * END, OPEN, Counted())
+    calls = [asking.ask(silent, INFO, EngineInfo) for _ in range(10)]
+    until(lambda: asking._active)
+    asking.close()
+    for call in calls:
+        with pytest.raises(HandshakeTimeoutError, match="this engine stops"):
+            call.result(END)
+    with pytest.raises(HandshakeTimeoutError, match="this engine stops"):
+        asking.ask(silent, INFO, EngineInfo).result(END)
+
+
+def test_a_callback_that_fails_and_a_task_that_fails(asking: Peers) -> None:
+    def fails(_: Any) -> None:
+        raise ValueError("a mistake")
+
+    with listening() as p:
+        asking.ask(p.at, INFO, EngineInfo).add_done_callback(fails)
+        assert asking.ask(p.at, INFO, EngineInfo).result(END).engine_id == "p"
+        asking.run_task(fails)
+        assert asking.ask(p.at, INFO, EngineInfo).result(END).engine_id == "p"
+
+
+def test_no_thread_can_be_started(asking: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        call = asking.ask(Address("127.0.0.1", 1), INFO, EngineInfo)
+    with pytest.raises(HandshakeTimeoutError, match="no thread could be started"):
+        call.result(END)
+    with listening() as p:
+        assert asking.ask(p.at, INFO, EngineInfo).result(END).engine_id == "p"
+
+
+def test_idle_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "MAX_WAITING", 4)
+    with ExitStack() as stack:
+        found = [stack.enter_context(listening()) for _ in range(8)]
+        asking = stack.enter_context(closing(Peers(5, OPEN, Counted())))
+        for p in found:
+            asking.ask(p.at, INFO, EngineInfo).result(END)
+        until(lambda: sum(map(len, asking._pools.values())) <= 4)
+        assert found[-1].at in asking._pools, "those that were used last stay"
+
+
+# --- several tickets in one question -------------------------------------------------------------------------
+
+
+class Tickets:
+    """P's table: versions by ticket."""
+
+    def __init__(self) -> None:
+        self.versions: dict[bytes, int] = {}
+
+    def progress(self, question: Any) -> Progress | None:
+        version = self.versions.get(question.ticket, 0)
+        return Progress(version) if version > question.seen else None
+
+    def cancel_ticket(self, ticket: bytes) -> None:
+        """It does not care."""
+
+
+def test_a_question_about_several_tickets_waits_for_the_first_that_progresses(asking: Peers) -> None:
+    first, second, third = (bytes([number] * 16) for number in (1, 2, 3))
+
+    def question(seen: int, max_wait: float) -> Follow:
+        more = [(ticket, seen, 0, 0) for ticket in (second, third, second)]
+        return Follow(first, seen, 0, 0, max_wait, more)  # type: ignore[arg-type]
+
+    with listening() as p:
+        p._tickets = tickets = Tickets()
+        assert asking.ask(p.at, question(0, 0.0), Progress).result(END) == Progress(0, ticket=first)
+        call = asking.ask(p.at, question(0, 60.0), Progress)
+        until(lambda: asking._active)
+        tickets.versions[third] = 7
+        p.notify_progress(third)
+        assert call.result(END) == Progress(7, ticket=third)
+        tickets.versions[second] = 3
+        assert asking.ask(p.at, question(0, 60.0), Progress).result(END) == Progress(3, ticket=second)
+        assert asking.ask(p.at, Unfollow(first), Done).result(END) == Done()
+
+
+def test_a_question_about_too_many_tickets_is_refused(asking: Peers) -> None:
+    more = [(bytes(16), 0, 0, 0)] * 16
+    with listening() as p, pytest.raises(HandshakeError, match="more"):
+        asking.ask(p.at, Follow(bytes(16), 0, 0, 0, 0.0, more), Progress).result(END)  # type: ignore[arg-type]
+
+
+def test_p_that_says_more_than_it_was_asked(asking: Peers) -> None:
+    with hostile(lambda raw: raw.recv(1000) and raw.sendall(b"\1\0\0\0xyz")) as address:
+        call = asking.ask(address, Renew([]), Done)
+        with pytest.raises(HandshakeError, match="more than it was asked"):
+            call.result(END)
