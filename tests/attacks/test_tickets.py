@@ -8,35 +8,42 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvhma.vllm.counters import Counters
 from kvhma.vllm.scheduler import ticket_followers
 from kvhma.vllm.scheduler.offers import MAX_TICKETS, TicketTable
-from kvhma.vllm.scheduler.ticket_followers import TicketFollower, TicketFollowers
-from kvhma.vllm.wire import calls
-from kvhma.vllm.wire.calls import Calls
-from kvhma.vllm.wire.messages import Follow, Progress, Settled, frame
+from kvhma.vllm.scheduler.ticket_followers import MAX_FOLLOWED, TicketFollower, TicketFollowers
+from kvhma.vllm.wire import connections, peers, room
+from kvhma.vllm.wire.messages import Done, Follow, Progress, Settled, Unfollow, frame
 from kvhma.vllm.wire.params import Address, Incarnation
+from kvhma.vllm.wire.peers import Peers
 from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.server import Listener, LocalEngine
 from kvhma.vllm.wire.tickets import Ticket
 from support.engines.engine import free_port
-from support.waiting import until
+from support.waiting import HANG_SECONDS, until
 
 NO_SECRET = Secrets(())
 TOKENS = 1000
 
 
 class Counted(Counters):
+    """Counts refused connections only."""
+
+    def __init__(self) -> None:
+        self.refused = 0.0
+
     def count(self, name: str, number: float = 1, *, label: str = "") -> None:
-        """An object whose content these tests do not check."""
+        self.refused += number * (name == "side_channel_refused")
 
 
 class NoLeases:
@@ -51,12 +58,13 @@ class P:
         self.tickets = TicketTable(30.0) if tickets is None else tickets
         self.address = Address("127.0.0.1", free_port())
         self.source = Incarnation(self.address, "p", 7, 1, 1)
+        self.counted = Counted()
         self.listener = Listener(
             self.address,
             LocalEngine("p", 7, {}),
             leases=NoLeases(),  # type: ignore[arg-type]
             secrets=NO_SECRET,
-            counters=Counted(),
+            counters=self.counted,
             tickets=self.tickets,
         )
         if tickets is None:
@@ -91,8 +99,8 @@ def told(version: int, **more: Any) -> Progress:
 
 @pytest.fixture
 def d() -> Iterator[TicketFollowers]:
-    with closing(TicketFollowers(0.5, 1.0, NO_SECRET, Counted())) as made:
-        yield made
+    with closing(Peers(0.5, NO_SECRET, Counted())) as made:
+        yield TicketFollowers(made, 1.0)
 
 
 @pytest.fixture
@@ -161,7 +169,7 @@ def test_p_with_news_without_end_takes_half_of_a_core_at_most(
         thread_time=lambda: next(readings) * 0.004,  # read before and after each turn
         sleep=pauses.append,
     )
-    monkeypatch.setattr(ticket_followers, "time", clock)
+    monkeypatch.setattr(peers, "time", clock)
 
     class Endless(Liar):
         def progress(self, question: Follow) -> Progress:
@@ -171,7 +179,7 @@ def test_p_with_news_without_end_takes_half_of_a_core_at_most(
         many = [follow(d, p.address, ticket) for ticket in range(1, 9)]
         until(lambda: all(one.version > 100 for one in many))
         turns = next(readings) // 2
-        assert sum(pauses) > 0.004 * turns - 2 * ticket_followers._BUSY_SECONDS
+        assert sum(pauses) > 0.004 * turns - 2 * peers._BUSY_SECONDS
         honest()
 
 
@@ -222,8 +230,7 @@ def test_answers_that_never_come_end(d: TicketFollowers, honest: Callable[[], No
 def test_connections_that_close_at_once_are_tried_less_and_less(
     d: TicketFollowers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dialed, dial = [], d._dial
-    monkeypatch.setattr(d, "_dial", lambda address: dialed.append(time.monotonic()) or dial(address))
+    dialed = []
     monkeypatch.setattr(ticket_followers, "_PAUSE_SECONDS", 0.05)
     with closing(socket.create_server(("127.0.0.1", 0))) as listening:
 
@@ -233,6 +240,7 @@ def test_connections_that_close_at_once_are_tried_less_and_less(
                     one, _ = listening.accept()
                 except OSError:
                     return
+                dialed.append(time.monotonic())
                 one.close()
 
         threading.Thread(target=serve, daemon=True).start()
@@ -242,14 +250,25 @@ def test_connections_that_close_at_once_are_tried_less_and_less(
     assert all(pause >= least for pause, least in zip(pauses, (0.05, 0.1, 0.2, 0.4), strict=False)), pauses
 
 
-def test_addresses_where_nobody_is_take_a_few_threads(d: TicketFollowers, honest: Callable[[], None]) -> None:
+def test_addresses_where_nobody_is_take_a_few_connections(
+    d: TicketFollowers, honest: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests that are followed at an address that takes no connection, and their ends."""
+    now: Counter[Address] = Counter()
+    most: Counter[Address] = Counter()
+    note_start, note_end = room.Room.note_start, room.Room.note_end
 
-    def calls_now() -> int:
-        return [thread.name for thread in threading.enumerate()].count("kvhma-call")
+    def starts(self: Any, address: Address, *, is_long: bool) -> bool:
+        now[address] += 1
+        most[address] = max(most[address], now[address])
+        return note_start(self, address, is_long=is_long)
 
-    # The connection to the honest P is a call too.
-    until(lambda: all(follower.source is not None for follower in d._followers) and not calls_now())
+    def ends(self: Any, address: Address, **more: Any) -> None:
+        now[address] -= 1
+        note_end(self, address, **more)
+
+    monkeypatch.setattr(room.Room, "note_start", starts)
+    monkeypatch.setattr(room.Room, "note_end", ends)
     with closing(socket.socket()) as full:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -262,27 +281,138 @@ def test_addresses_where_nobody_is_take_a_few_threads(d: TicketFollowers, honest
             follower = follow(d, address, ticket)
             if ticket % 3:
                 d.stop_follower(follower, unwanted=True)
-        assert calls_now() <= calls.MAX_AT_ADDRESS
+        until(lambda: most[address])
         honest()
+        assert most[address] <= 2 * room.MAX_AT_UNKNOWN_ADDRESS, "to follow, and to cancel"
+        assert not [thread for thread in threading.enumerate() if thread.name == "kvhma-call"]
         for one in kept:
             one.close()
 
 
-def test_strangers_leave_room_for_known_addresses() -> None:
-    gate = threading.Event()
-    done = threading.Event()
-    made = Calls(done.set)
-    known = Address("10.0.0.1", 1)
-    assert made.start(known, lambda: 7) is not None
-    assert done.wait(5)
-    until(lambda: not made._running)
-    calls_of_unknown = [made.start(Address("10.1.0.1", port), gate.wait) for port in range(1, 200)]
-    assert sum(one is not None for one in calls_of_unknown) == calls.MAX_UNKNOWN_PEERS
-    assert made.start(known, gate.wait) is not None
-    assert made.start(Address("10.2.0.1", 1), gate.wait) is None
-    gate.set()
-    until(lambda: not made._running)
-    assert made.start(Address("10.2.0.1", 1), gate.wait) is not None
+def test_more_tickets_than_p_has_connections_share_a_few(d: TicketFollowers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formerly each took a connection: 300 followers of a P with room for 256 ended each other's (T5)."""
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 256)
+    numbers, add = [], connections.Connections._add_connection
+
+    def adds(self: Any, connection: Any) -> None:
+        add(self, connection)
+        numbers.append(len(self._group_of))
+
+    monkeypatch.setattr(connections.Connections, "_add_connection", adds)
+    tickets = [number.to_bytes(16, "big") for number in range(1, MAX_FOLLOWED + 1)]
+    with closing(P()) as p:
+        for ticket in tickets[::2]:
+            p.open(ticket)
+        followers = [d.follow_ticket(Ticket(ticket, p.address), TOKENS) for ticket in tickets]
+        until(lambda: all(follower.source for follower in followers[::2]))
+        for ticket in tickets[1::2]:  # P's requests may arrive later than D's
+            p.open(ticket)
+        for ticket in reversed(tickets):
+            p.tickets.settle_tokens(ticket, 96, {0: (16, list(range(6)))})
+        until(lambda: all(follower.tokens == 96 for follower in followers))
+        for ticket in tickets:
+            p.tickets.end_ticket(ticket, ended=f"over {ticket[-1]}")
+        until(lambda: all(follower.is_over for follower in followers))
+        assert [follower.error for follower in followers] == [f"over {ticket[-1]}" for ticket in tickets]
+        assert max(numbers) <= room.MAX_AT_ADDRESS
+        assert not p.counted.refused
+
+
+def test_several_followers_of_each_ticket(d: TicketFollowers) -> None:
+    """Samples of one prompt. Formerly an answer about one of them was given to another one, again and again."""
+    tickets = [number.to_bytes(16, "big") for number in range(1, 101)]
+    with closing(P()) as p:
+        for ticket in tickets:
+            p.open(ticket)
+        followers = [d.follow_ticket(Ticket(ticket, p.address), TOKENS) for ticket in tickets for _ in range(3)]
+        until(lambda: all(follower.source for follower in followers))
+        for ticket in tickets:
+            p.tickets.settle_tokens(ticket, 96, {0: (16, list(range(6)))})
+        until(lambda: all(follower.tokens == 96 for follower in followers))
+
+
+def test_p_that_is_silent_ends_all_its_tickets_at_the_same_time(
+    d: TicketFollowers, honest: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Formerly D asked about four at a time, and each ended after its question had been asked for long enough."""
+    monkeypatch.setattr(ticket_followers, "_SILENCE_SECONDS", 2.0)
+    address, listening = _server(b"")
+    with closing(listening):
+        many = [follow(d, address, ticket) for ticket in range(1, 301)]
+        until(lambda: any(follower.error for follower in many))
+        began = time.monotonic()
+        until(lambda: all(follower.error for follower in many))
+        assert time.monotonic() - began < HANG_SECONDS / 2
+    honest()
+
+
+def test_an_older_p_names_no_ticket(d: TicketFollowers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks at the first ticket of a question only, so D takes no other one for unknown."""
+    monkeypatch.setattr(ticket_followers, "MAX_AT_ADDRESS", 1)
+    monkeypatch.setattr(ticket_followers, "_MAX_WAIT_SECONDS", 0.0)
+    progress = Listener._progress
+
+    def older(self: Listener, question: Follow, waited: float) -> Any:
+        return progress(self, msgspec.structs.replace(question, more=[]), waited)
+
+    monkeypatch.setattr(Listener, "_progress", older)
+    with closing(P()) as p:
+        known = [number.to_bytes(16, "big") for number in range(1, 33)]
+        for ticket in known:
+            p.open(ticket)
+        followers = [d.follow_ticket(Ticket(ticket, p.address), TOKENS) for ticket in known]
+        for follower in followers:
+            follower.begun -= 100.0
+        until(lambda: all(follower.source for follower in followers))
+        assert not any(follower.error for follower in followers)
+
+
+def test_an_answer_about_a_ticket_that_was_not_asked_about_changes_nothing(d: TicketFollowers) -> None:
+    class Wrong(Liar):
+        def progress(self, question: Any) -> Progress | None:
+            self.asked += 1
+            return told(1, ticket=b"x" * 16) if self.asked == 1 else None
+
+    with closing(P(Wrong())) as p:
+        follower = follow(d, p.address)
+        until(lambda: follower.failures == 1)
+        assert follower.source is None
+
+
+def test_p_does_not_know_one_of_many_tickets(d: TicketFollowers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D follows the others, also those that P has not looked for yet when it answered about another one."""
+    monkeypatch.setattr(ticket_followers, "MAX_AT_ADDRESS", 1)
+    with closing(P()) as p:
+        known = [number.to_bytes(16, "big") for number in range(2, 9)]
+        for ticket in known:
+            p.open(ticket)
+        followers = [d.follow_ticket(Ticket(ticket, p.address), TOKENS) for ticket in known]
+        lost = follow(d, p.address)
+        until(lambda: lost.error)
+        assert "does not know the ticket" in lost.error
+        assert not any(follower.error for follower in followers)
+        assert all(follower.source for follower in followers)
+
+
+def test_strangers_leave_room_for_known_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "MAX_WAITING", 64)
+    with (
+        closing(P()) as p,
+        closing(P()) as new,
+        closing(Peers(0.3, NO_SECRET, Counted())) as made,
+        ExitStack() as stack,
+    ):
+        unfollow = Unfollow(bytes(16))
+        made.ask(p.address, unfollow, Done).result(5)
+        silent = [stack.enter_context(closing(socket.create_server(("127.0.0.1", 0)))) for _ in range(199)]
+        calls = [made.ask(Address(*one.getsockname()), unfollow, Done) for one in silent]
+        assert made.ask(p.address, unfollow, Done).result(5) == Done()
+        assert sum(call.done() for call in calls) < 199, "others wait"
+        until(lambda: made._room._waiting_unknown == 48)
+        late = made.ask(new.address, unfollow, Done)
+        assert made.ask(p.address, unfollow, Done).result(5) == Done()
+        assert late.result(5 * HANG_SECONDS) == Done(), "a new engine waits for those before it only"
+        assert made._room._waiting_unknown <= 48
 
 
 # --- at P

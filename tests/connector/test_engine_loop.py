@@ -213,9 +213,9 @@ def test_an_engine_that_is_shut_down_waits_for_readers(loop):
 
 def test_what_was_never_kept_has_no_thread(loop):
     assert steps_in(loop, 0.1) == 0
-    assert "kvhma-leases" not in {one.name for one in threading.enumerate()}
+    assert "kvhma-peers" not in {one.name for one in threading.enumerate()}
     loop.keep()
-    until(lambda: "kvhma-leases" in {one.name for one in threading.enumerate()})
+    until(lambda: "kvhma-peers" in {one.name for one in threading.enumerate()})
 
 
 def test_a_thread_that_has_begun_again_still_wakes_the_loop_up(loop, monkeypatch):

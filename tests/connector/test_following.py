@@ -286,7 +286,7 @@ def test_d_may_come_first(p, d):
     asked = request("r", N, params=p.params_of_d())
     d.on_request_added(asked)
     assert waits(d, asked)
-    until(lambda: follower_of(d).client)
+    until(lambda: follower_of(d).ask)
     assert waits(d, asked)
     p.add()
     until(lambda: not waits(d, asked))

@@ -166,8 +166,8 @@ class Machine:
         return False
 
     def cut_the_connection(self):
-        for follower in list(self.d.decode._following._followers._known):
-            client = follower.client
+        for call in list(self.d.context.peers._active):
+            client = call.client
             if client is not None:
                 with contextlib.suppress(OSError):  # the thread may just be closing it
                     client._socket.shutdown(2)

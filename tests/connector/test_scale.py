@@ -6,6 +6,7 @@ of held blocks (test_lease_table.py), and the bytes of the side channel (tests/a
 """
 
 import logging
+from contextlib import closing
 
 import pytest
 
@@ -19,6 +20,7 @@ from kvhma.vllm.wire import connections
 from kvhma.vllm.wire.client import Client, ClientPool
 from kvhma.vllm.wire.messages import MAX_CLAIMS, Leases, Outcome, Renew, write_claim
 from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey
+from kvhma.vllm.wire.peers import Peers
 from kvhma.vllm.wire.secrets import Secrets
 from support.cluster import DecodeHost, PrefillHost, cluster
 from support.counted import Counted
@@ -89,17 +91,15 @@ def test_more_claims_than_fit_a_message_are_two(number, messages, monkeypatch):
     leases, asked = AnyLease(), []
     renew = leases.renew
     leases.renew = lambda claims: (asked.append(len(claims)), renew(claims))[1]
-    with monkeypatch.context() as patch, listening(leases=leases) as listener:
-        patch.setattr(LeaseRenewer, "_wake", lambda self: None)
-        renewer = LeaseRenewer(timeout=5, max_peers=2, secrets=OPEN, counters=Counted())
-        try:
+    with listening(leases=leases) as listener, closing(Peers(5, OPEN, Counted())) as peers:
+        renewer, run_task = LeaseRenewer(peers, Counted()), peers.run_task
+        with monkeypatch.context() as patch:
+            patch.setattr(peers, "run_task", lambda task: None)
             for index in range(number):
                 renewer.track_claim(listener.at, claim(index), every=60)
-            renewer._talk(renewer._sessions[listener.at])
-            assert (sum(asked), len(asked)) == (number, messages)
-            assert all(renewer.is_held(listener.at, claim(index)) for index in range(number))
-        finally:
-            renewer.close()
+        run_task(renewer._advance)
+        until(lambda: all(renewer.is_held(listener.at, claim(index)) for index in range(number)))
+        assert (sum(asked), len(asked)) == (number, messages)
 
 
 def test_a_message_with_more_claims_is_refused():
@@ -114,24 +114,21 @@ def test_a_message_with_more_claims_is_refused():
 def test_leases_at_more_engines_than_the_renewer_talks_to_are_given_up_with_a_line(monkeypatch, caplog):
     """Formerly they were dropped without a line of the log: P held the blocks until their leases ended."""
     monkeypatch.setattr(lease_renewer, "_MAX_SESSIONS", 8)
-    monkeypatch.setattr(LeaseRenewer, "_wake", lambda self: None)
+    monkeypatch.setattr(Peers, "run_task", lambda self, task: None)
     counted = Counted()
-    renewer = LeaseRenewer(timeout=1, max_peers=2, secrets=OPEN, counters=counted)
+    renewer = LeaseRenewer(Peers(1, OPEN, counted), counted)
     addresses = [Address("127.0.0.1", 1 + port) for port in range(10)]
-    try:
-        with caplog.at_level(logging.WARNING, "vllm.kvhma"):
-            for number, address in enumerate(addresses[:8]):
-                renewer.track_claim(address, claim(number), every=1)
-            assert (caplog.text, len(renewer._sessions)) == ("", 8)
-            renewer.release_claim(addresses[3], claim(3), Outcome.READ)
-            renewer.track_claim(addresses[8], claim(8), every=1)
-            renewer.track_claim(addresses[9], claim(9), every=1)
-        assert len(renewer._sessions) == 8
-        assert "D stops renewing and releasing 1 leases at 127.0.0.1:4" in caplog.text, "nothing to renew"
-        assert "there are leases at 7 other engines" in caplog.text
-        assert counted.numbers["abandoned_leases"] == 2
-    finally:
-        renewer.close()
+    with caplog.at_level(logging.WARNING, "vllm.kvhma"):
+        for number, address in enumerate(addresses[:8]):
+            renewer.track_claim(address, claim(number), every=1)
+        assert (caplog.text, len(renewer._sessions)) == ("", 8)
+        renewer.release_claim(addresses[3], claim(3), Outcome.READ)
+        renewer.track_claim(addresses[8], claim(8), every=1)
+        renewer.track_claim(addresses[9], claim(9), every=1)
+    assert len(renewer._sessions) == 8
+    assert "D stops renewing and releasing 1 leases at 127.0.0.1:4" in caplog.text, "nothing to renew"
+    assert "there are leases at 7 other engines" in caplog.text
+    assert counted.numbers["abandoned_leases"] == 2
 
 
 def test_more_connections_than_a_listener_keeps_cost_a_new_one_and_no_answer(monkeypatch, caplog):

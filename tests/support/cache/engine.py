@@ -199,7 +199,7 @@ def _spec(group: GroupShape, shape: EngineShape) -> KVCacheSpec:
 class DirectRenewer:
     """Replaces the thread that renews leases: D's messages reach P's lease table at once."""
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, *_: Any) -> None:
         self.leases: Any = None
 
     def track_claim(self, address: Any, claim: LeaseClaim, every: float) -> None:

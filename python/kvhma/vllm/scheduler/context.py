@@ -14,6 +14,7 @@ from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.scheduler.prompt_digests import PromptDigests
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.stats import StatsCollector
+from kvhma.vllm.wire.peers import Peers
 from kvhma.vllm.wire.secrets import Secrets
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class SchedulerContext:
         manager: vLLM's block manager; None until vLLM has bound it.
         partial_hits: whether a hit of its prefix cache may end inside a block.
         prompts: digests of prompts.
+        peers: ask other engines.
     """
 
     settings: Settings
@@ -45,10 +47,13 @@ class SchedulerContext:
     manager: KVCacheManager | None = None
     partial_hits: bool = False
     prompts: PromptDigests = field(init=False)
+    peers: Peers = field(init=False)
 
     def __post_init__(self) -> None:
-        """Compare adapters by name only if the operator sets `model_id`: then their paths may differ."""
+        """Start without threads."""
+        # With `model_id`, the paths of equal adapters may differ.
         self.prompts = PromptDigests(adapter_paths=self.settings.model_id is None)
+        self.peers = Peers(self.settings.handshake_timeout, self.secrets, self.stats)
 
     def transfer_tables(self, tables: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the block tables of the groups that are transferred."""

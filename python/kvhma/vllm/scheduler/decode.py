@@ -86,14 +86,8 @@ class DecodeScheduler:
 
     def __init__(self, context: SchedulerContext) -> None:
         """Start without requests."""
-        settings = context.settings
         self._context = context
-        self.renewer = LeaseRenewer(
-            timeout=settings.handshake_timeout,
-            max_peers=settings.max_peers,
-            secrets=context.secrets,
-            counters=context.stats,
-        )
+        self.renewer = LeaseRenewer(context.peers, context.stats)
         self._following = FollowedLoads(context)
         self._loads = Loads()
         self.pending = self._loads.by_id
@@ -107,9 +101,8 @@ class DecodeScheduler:
         """Where the last multimodal item ends that only P has seen, by request."""
 
     def close(self) -> None:
-        """Stop the threads that renew leases and follow tickets."""
+        """Wait a moment for replies of P."""
         self.renewer.close()
-        self._following.close()
 
     # --- A new request ------------------------------------------------------------------------------------------
 

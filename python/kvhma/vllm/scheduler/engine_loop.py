@@ -12,14 +12,13 @@ blocks of ended leases: a new request makes the engine step, and each step frees
 
 from __future__ import annotations
 
-import threading
+import math
 import time
 from typing import TYPE_CHECKING
 
-from kvhma.vllm.counters import Counters
 from kvhma.vllm.internals import calling_engine, wake_up
 from kvhma.vllm.scheduler.lease_table import LeaseTable
-from kvhma.vllm.threads import SupervisedThread
+from kvhma.vllm.wire.peers import Peers
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCoreProc
@@ -44,25 +43,17 @@ class EngineLoop:
     * vLLM pauses or shuts down. Then it waits until the engine holds no blocks.
     """
 
-    def __init__(self, leases: LeaseTable, counters: Counters) -> None:
-        """Start without a thread: the first time that the loop sleeps starts it."""
+    def __init__(self, leases: LeaseTable, peers: Peers) -> None:
+        """Check leases in the thread of `peers` while the loop sleeps."""
         self._leases = leases
-        self._counters = counters
+        self._peers = peers
         self._engine: EngineCoreProc | None = None
         self._searched = False
         self._due = False
         """Whether a wake-up was sent and no step was made since."""
         self._stepped_at = 0.0
-        self._is_sleeping = threading.Event()
-        self._closed = threading.Event()
-        self._thread: SupervisedThread | None = None
-
-    def close(self) -> None:
-        """Stop the thread: it sends no more wake-ups."""
-        self._closed.set()
-        self._is_sleeping.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._is_checking = False
+        """Whether :meth:`_tick` will run."""
 
     def on_step(self) -> None:
         """Note that a step is made."""
@@ -78,19 +69,19 @@ class EngineLoop:
         engine = self._engine
         if self._due or engine is None or not engine.is_running() or engine.is_scheduler_paused():
             return True
-        if self._thread is None:
-            self._thread = SupervisedThread("kvhma-leases", self._tick, self._counters)
-        self._is_sleeping.set()
+        if not self._is_checking:
+            self._is_checking = True
+            self._peers.run_task(self._tick, at=time.monotonic() + _TICK_SECONDS)
         return False
 
-    def _tick(self) -> None:
-        while not self._closed.is_set():
-            if self._leases.is_empty:  # not empty if this thread has just begun, or was restarted
-                self._is_sleeping.wait()
-            self._is_sleeping.clear()
-            while not self._leases.is_empty and not self._closed.wait(_TICK_SECONDS):
-                if self._leases.has_ended() or time.monotonic() - self._stepped_at >= _STEP_SECONDS:
-                    self._wake_up()
+    def _tick(self, now: float) -> float:
+        self._is_checking = False  # before the look: if a lease is held after it, `must_step` runs this again
+        if self._leases.is_empty:
+            return math.inf
+        self._is_checking = True
+        if self._leases.has_ended() or now - self._stepped_at >= _STEP_SECONDS:
+            self._wake_up()
+        return now + _TICK_SECONDS
 
     def _wake_up(self) -> None:
         """Make the loop ask :meth:`must_step` again. If it is in a step, it asks after that."""

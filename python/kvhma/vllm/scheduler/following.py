@@ -150,17 +150,10 @@ class FollowedLoads:
     def __init__(self, context: SchedulerContext) -> None:
         """Start without requests."""
         self._context = context
-        settings = context.settings
-        self._followers = TicketFollowers(
-            settings.handshake_timeout, settings.kv_lease_duration, context.secrets, context.stats
-        )
+        self._followers = TicketFollowers(context.peers, context.settings.kv_lease_duration)
         self.with_blocks: dict[str, FollowedLoad] = {}
         self._blocks_taken = 0
         """Blocks of all requests in `with_blocks`."""
-
-    def close(self) -> None:
-        """Stop following."""
-        self._followers.close()
 
     def wait_for_progress(self, pending: Iterable[FollowedLoad | None]) -> None:
         """Wait a little for progress of P, in an engine that has nothing else to do.

@@ -52,14 +52,14 @@ class KvhmaScheduler:
         self.decode = DecodeScheduler(self.context)
         self.kept_turns = KeptTurns(self.context, self.prefill) if engine.keeps_answers else None
         self.hits_may_differ = True
-        self._loop = EngineLoop(leases, stats)
+        self._loop = EngineLoop(leases, self.context.peers)
         self._idle_steps = 0
         """Steps without work since the last step with work."""
 
     def close(self) -> None:
         """Stop the threads."""
-        self._loop.close()
         self.decode.close()
+        self.context.peers.close()
         self.prefill.close()
         self.context.prompts.close()
 

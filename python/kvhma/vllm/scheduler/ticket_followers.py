@@ -1,35 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's ticket followers: a thread asks each ticket's P for progress, so that no step waits for a reply.
+"""D's ticket followers: the thread of `Peers` asks each ticket's P for progress, so that no step waits for a reply.
 
-new --> connecting --> asked: P replies when there is progress --> asked again ... --> over
-              ^                          |
-              '------- a pause <---------' the connection has failed or ended
+    new --> asked: P replies when there is progress --> asked again ... --> over
+              ^                   |
+              '---- a pause <-----' no reply
+
+Each ticket has a separate question, until there are more tickets than connections with their P: see `_Engine`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import select
-import socket
+import math
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvhma._kvhma import text_to_ids
 from kvhma.errors import HandshakeError, RequestError
 from kvhma.text import one_line
-from kvhma.vllm.counters import Counters
-from kvhma.vllm.threads import SupervisedThread
 from kvhma.vllm.wire import peer_log
-from kvhma.vllm.wire.calls import Calls
-from kvhma.vllm.wire.client import Client
-from kvhma.vllm.wire.messages import Done, Follow, Progress, Unfollow, read_params
-from kvhma.vllm.wire.names import resolve
+from kvhma.vllm.wire.messages import (
+    MAX_TICKETS_ASKED,
+    AskedTicket,
+    Done,
+    Follow,
+    Progress,
+    Unfollow,
+    read_params,
+)
 from kvhma.vllm.wire.params import Address, Incarnation
-from kvhma.vllm.wire.secrets import Secrets
+from kvhma.vllm.wire.peers import Call, Peers
+from kvhma.vllm.wire.room import MAX_AT_ADDRESS
 from kvhma.vllm.wire.tickets import Ticket
 
 logger = logging.getLogger("vllm.kvhma")
@@ -40,8 +46,8 @@ MAX_FOLLOWED = 1024
 _MAX_WAIT_SECONDS = 5.0
 """Seconds after which P replies even without progress, so that D notices if P is gone."""
 
-_ANSWER_SECONDS = 2.0
-"""Least time for a reply to arrive after that."""
+_MAX_CANCELS = 64
+"""Most requests that D cancels at a time."""
 
 _BLOCKS_PER_TOKEN = 4
 _BLOCKS_MORE = 256
@@ -64,18 +70,15 @@ _LONGEST_SECONDS = 4 * 3600.0
 """How long D follows a ticket, even if P settles one token after the other. A request without blocks may wait in P's
 queue. In this time P computes all requests that one D follows (`MAX_FOLLOWED`), if each takes 14 seconds."""
 
+_CHECK_SECONDS = 1.0
+"""How often D checks whether the time of a ticket is over."""
+
 _ANSWER_BYTES = 1 << 16
 _BLOCK_BYTES = 24
 """Bound of the bytes of a reply: so many, and so many for each block, which may be named in text and in parameters."""
 
 MAX_UNREAD_BYTES = 256 << 20
 """Bound of the bytes of unfinished replies of all followers; beyond it the largest ends with an error."""
-
-_CHECK_SECONDS = 1.0
-"""How often the thread checks followers without a reply."""
-
-_BUSY_SECONDS = 0.01
-"""Processor time after which the thread pauses as long: P decides how often it reports progress."""
 
 
 @dataclass(eq=False)
@@ -119,18 +122,22 @@ class TicketFollower:
     # Used by the thread only:
     version: int = 0
     begun: float = field(default_factory=time.monotonic)
-    answered: float = field(default_factory=time.monotonic)
+    silent_since: float | None = None
+    """When D asked what P has not replied to; None after a reply."""
     retry_at: float = 0.0
     failures: int = 0
-    unread: int = 0
-    """Bytes of an unfinished reply."""
-    client: Client | None = None
-    connecting: Future[Client] | None = None
+    ask: _Ask | None = None
+    """The question without a reply."""
 
     @property
     def is_over(self) -> bool:
         """Whether no more progress will come."""
         return self.params is not None or bool(self.error)
+
+    @property
+    def unread(self) -> int:
+        """Bytes of an unfinished reply to the question about this ticket, and others after it."""
+        return self.ask.unread if self.ask is not None and self.ask.followers[0] is self else 0
 
     def on_progress(self, progress: Progress) -> None:
         """Store the progress that a reply reports.
@@ -232,6 +239,98 @@ class TicketFollower:
         return Follow(self.ticket.id, self.version, self.epoch, self.tokens, _MAX_WAIT_SECONDS)
 
 
+class _Ask:
+    """A question to P about some tickets. Only the thread uses it.
+
+    Attributes:
+        followers: of the tickets, in the order of the question.
+        call: the question; set at once.
+        unread: bytes of an unfinished reply.
+    """
+
+    def __init__(self, followers: Iterable[TicketFollower]) -> None:
+        self.followers = tuple(followers)
+        self.call: Call[Progress]
+        self.unread = 0
+
+    def question(self, max_wait: float) -> Follow:
+        """Return the question; P replies after `max_wait` seconds in any case."""
+        first, *more = self.followers
+        return Follow(
+            first.ticket.id,
+            first.version,
+            first.epoch,
+            first.tokens,
+            max_wait,
+            [AskedTicket(asked.ticket.id, asked.version, asked.epoch, asked.tokens) for asked in more],
+        )
+
+    def note_received(self, count: int) -> None:
+        """Note the bytes of the reply so far.
+
+        Raises:
+            RequestError: it is too long for any of the tickets.
+        """
+        self.unread = count
+        if count > _ANSWER_BYTES + _BLOCK_BYTES * max(follower.max_blocks for follower in self.followers):
+            address = self.call.address
+            raise RequestError(f"{address} sends a longer reply about a ticket than its request allows")
+
+
+class _Engine:
+    """A P, and the tickets that D follows there. Only the thread uses it.
+
+    Attributes:
+        followers: those whose turn is next come first.
+        asks: questions without a reply.
+        replies: whether its last reply has come.
+        silent_since: when D asked what P has not replied to, after its last reply; None if P has replied.
+        error: why P has not replied.
+    """
+
+    def __init__(self) -> None:
+        self.followers: dict[TicketFollower, None] = {}
+        self.asks: dict[_Ask, None] = {}
+        self.replies = False
+        self.silent_since: float | None = None
+        self.error = ""
+
+    def next_asks(self, now: float) -> list[_Ask]:
+        """Return the questions to ask now: one about each ticket, or about several if there are too many tickets."""
+        free = [
+            follower
+            for follower in self.followers
+            if follower.ask is None and not follower.is_over and follower.retry_at <= now
+        ]
+        room = MAX_AT_ADDRESS - len(self.asks)
+        size = min(MAX_TICKETS_ASKED, -(-len(free) // max(1, room)))
+        asks: list[_Ask] = []
+        while free and len(asks) < room:
+            chosen: dict[bytes, TicketFollower] = {}
+            left: list[TicketFollower] = []
+            for follower in free:
+                # Two followers may have the same ticket, and an answer is about one of them.
+                if len(chosen) < size and follower.ticket.id not in chosen:
+                    chosen[follower.ticket.id] = follower
+                else:
+                    left.append(follower)
+            asks.append(_Ask(chosen.values()))
+            free = left
+        return asks
+
+    def note_end(self, ask: _Ask) -> None:
+        """Note the end of a question: its tickets come last now."""
+        del self.asks[ask]
+        for follower in ask.followers:
+            follower.ask = None
+            self.put_last(follower)
+
+    def put_last(self, follower: TicketFollower) -> None:
+        """Ask about all other tickets first."""
+        if follower in self.followers:
+            self.followers[follower] = self.followers.pop(follower)
+
+
 class TicketFollowers:
     """Asks P about tickets. Safe to use from several threads.
 
@@ -239,29 +338,22 @@ class TicketFollowers:
         progressed: set when a P has replied, or when its silence has become an error.
     """
 
-    def __init__(self, timeout: float, unknown_seconds: float, secrets: Secrets, counters: Counters) -> None:
-        """Start without a thread: the first ticket starts it.
+    def __init__(self, peers: Peers, unknown_seconds: float) -> None:
+        """Start without tickets.
 
         Args:
-            timeout: seconds to wait for a connection, and for a reply that is due.
+            peers: ask P; their thread runs all that is private here.
             unknown_seconds: how long P may not know a ticket: P's own request may arrive later than D's.
-            secrets: of this engine.
-            counters: count restarts of the thread.
         """
-        self._timeout = max(timeout, _ANSWER_SECONDS)
+        self._peers = peers
         self._unknown_seconds = unknown_seconds
-        self._secrets = secrets
-        self._counters = counters
         self._lock = threading.Lock()
-        self._followers: list[TicketFollower] = []
-        self._known: list[TicketFollower] = []
-        """Those followers that the thread has seen."""
+        self._followers: dict[TicketFollower, None] = {}
+        self._cancels: set[Call[Done]] = set()
+        """Questions that cancel a request at P, without a reply yet."""
         self.progressed = threading.Event()
-        self._calls = Calls(self._wake)
-        self._thread: SupervisedThread | None = None
-        self._sockets: tuple[socket.socket, socket.socket] | None = None
-        """A byte on them wakes the thread."""
-        self._closing = False
+        self._engines: dict[Address, _Engine] = {}
+        """Of the thread."""
 
     def follow_ticket(self, ticket: Ticket, max_tokens: int, *, is_own: bool = False) -> TicketFollower:
         """Follow a ticket until it is over or :meth:`stop_follower` is called.
@@ -278,13 +370,8 @@ class TicketFollowers:
         with self._lock:
             if len(self._followers) >= MAX_FOLLOWED:
                 raise RequestError(f"D follows {MAX_FOLLOWED} tickets already, the most that it can")
-            self._followers.append(follower)
-            if self._thread is None:
-                self._sockets = socket.socketpair()
-                for end in self._sockets:
-                    end.setblocking(False)
-                self._thread = SupervisedThread("kvhma-follow", self._run, self._counters)
-        self._wake()
+            self._followers[follower] = None
+        self._peers.run_task(self._advance)
         return follower
 
     def stop_follower(self, follower: TicketFollower, *, unwanted: bool) -> None:
@@ -292,160 +379,144 @@ class TicketFollowers:
         with self._lock:
             if follower not in self._followers:
                 return
-            self._followers.remove(follower)
-        # The thread may be using the client, so the thread closes it when it notices that the follower is gone.
+            del self._followers[follower]
         if follower.is_late or (unwanted and not follower.error):
             self.cancel_ticket(follower.ticket)
-        self._wake()
+        self._peers.run_task(self._advance)
 
     def cancel_ticket(self, ticket: Ticket) -> None:
-        """Cancel a request at P. If D makes too many calls at a time, P is not notified, and its lease ends later."""
-        self._calls.start(ticket.address, lambda: self._send_cancel(ticket))
+        """Cancel a request at P. If D cancels too many at a time, P is not notified, and its lease ends later."""
+        with self._lock:
+            if len(self._cancels) >= _MAX_CANCELS:
+                return
+            call = self._peers.ask(ticket.address, Unfollow(ticket.id), Done)
+            self._cancels.add(call)
+        call.add_done_callback(self._note_cancelled)
 
-    def close(self) -> None:
-        """Stop the thread."""
-        self._closing = True
-        self._wake()
-        if self._thread is not None:
-            self._thread.join(1.0)
-        for end in self._sockets or ():
-            end.close()
-
-    def _wake(self) -> None:
-        if self._sockets is not None:
-            with contextlib.suppress(OSError):  # full: it wakes up anyway
-                self._sockets[1].send(b"!")
-
-    def _send_cancel(self, ticket: Ticket) -> None:
-        try:
-            with Client(resolve(ticket.address, self._timeout), self._timeout, self._secrets) as client:
-                client.ask(Unfollow(ticket.id), Done)
-        except HandshakeError as error:
-            logger.info("kvhma: a request could not be cancelled at %s: %s", ticket.address, error)
+    def _note_cancelled(self, call: Future[Done]) -> None:
+        with self._lock:
+            self._cancels.discard(call)
+        if not call.cancelled() and (error := call.exception()) is not None:
+            logger.info("kvhma: a request could not be cancelled at P: %s", error)
 
     # --- the thread ----------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        ready: set[int] = set()
-        checked = busy = 0.0
-        while not self._closing:
-            began, cpu = time.monotonic(), time.thread_time()
-            if check := began - checked > _CHECK_SECONDS:
-                checked = began
-            with self._lock:
-                active = [follower for follower in self._followers if not follower.is_over]
-            for gone in set(self._known).difference(active):
-                _hang_up(gone)
-            self._known = active
-            for follower in active:
-                client = follower.client
-                if check or client is None or client.fileno() in ready:
-                    self._advance(follower)
-            busy += time.thread_time() - cpu
-            if busy > _BUSY_SECONDS:
-                time.sleep(busy)
-                busy = 0.0
-            waits = time.monotonic()
-            ready = self._wait(active)
-            busy = max(0.0, busy - (time.monotonic() - waits))
-        for follower in self._known:
-            _hang_up(follower)
-
-    def _advance(self, follower: TicketFollower) -> None:
-        """Connect, or read a reply, as far as that does not wait; end a follower whose time is over."""
-        try:
-            if follower.client is None:
-                self._connect(follower)
-            if follower.client is not None and follower.client.poll():
-                self._receive(follower, follower.client)
-            if not follower.is_over:
+    def _advance(self, now: float) -> float:
+        """Ask about all tickets whose turn it is, and end followers whose time is over; return when to do so again."""
+        with self._lock:
+            wanted = {follower: None for follower in self._followers if not follower.is_over}
+        for follower in wanted:
+            engine = self._engines.setdefault(follower.ticket.address, _Engine())
+            engine.followers.setdefault(follower)
+            try:
                 follower.check_time()
-        except (HandshakeError, RequestError) as error:
-            self._note_error(follower, error)
-        except Exception as error:  # it must not end the other followers
-            peer_log.logger.exception("kvhma: following a ticket at %s failed", follower.ticket.address)
-            self._note_error(follower, RequestError(f"internal error of this engine: {type(error).__name__}"))
+                # One P: D asks about a few of its tickets at a time while it does not reply.
+                if engine.silent_since is not None and self._is_silent(max(engine.silent_since, follower.begun), now):
+                    raise RequestError(engine.error)
+            except RequestError as error:
+                self._note_error(follower, error)
+        for address, engine in list(self._engines.items()):
+            for gone in [follower for follower in engine.followers if follower not in wanted]:
+                del engine.followers[gone]
+            for ask in [ask for ask in engine.asks if engine.followers.keys().isdisjoint(ask.followers)]:
+                self._peers.cancel(ask.call)
+            self._ask(address, engine)
+            if not engine.followers:
+                del self._engines[address]
+        due = now + _CHECK_SECONDS if wanted else math.inf
+        return min([due, *(follower.retry_at for follower in wanted if follower.retry_at > now)])
 
-    def _connect(self, follower: TicketFollower) -> None:
-        """Connect in another thread, then ask."""
-        if follower.connecting is None:
-            address = follower.ticket.address
-            if time.monotonic() >= follower.retry_at:
-                follower.connecting = self._calls.start(address, lambda: self._dial(address))
-        elif follower.connecting.done():
-            connecting, follower.connecting = follower.connecting, None
-            client = follower.client = connecting.result()
-            client.on_received = lambda count: self._note_unread(follower, count)
-            client.send(follower.next_question())
+    def _ask(self, address: Address, engine: _Engine) -> None:
+        for ask in engine.next_asks(time.monotonic()):
+            engine.asks[ask] = None
+            for follower in ask.followers:
+                follower.ask = ask
+            # The first reply comes at once: then the engine is no unknown peer any more.
+            question = ask.question(_MAX_WAIT_SECONDS if engine.replies else 0.0)
+            ask.call = self._peers.ask(address, question, Progress, on_received=partial(self._note_received, ask))
+            ask.call.add_done_callback(partial(self._on_end, address, engine, ask))
 
-    def _receive(self, follower: TicketFollower, client: Client) -> None:
-        """Store a reply, and ask again."""
-        progress = client.receive(Progress)
-        now = time.monotonic()
-        follower.answered, follower.failures, follower.unread = now, 0, 0
-        follower.on_progress(progress)
-        if not follower.version and now - follower.begun > self._unknown_seconds:
-            own = ", and is this engine itself: set P's advertised_host to an address that reaches P from this host"
-            error = f"{follower.ticket.address} does not know the ticket"
-            follower.error = error + (own if follower.is_own else "")
-        self.progressed.set()
-        if follower.is_over:
+    def _on_end(self, address: Address, engine: _Engine, ask: _Ask, call: Future[Progress]) -> None:
+        """Store a reply, or retry; and ask again."""
+        engine.note_end(ask)
+        if call.cancelled():
             return
-        client.send(follower.next_question())
+        try:
+            self._on_reply(engine, ask, call.result())
+        except (HandshakeError, RequestError) as error:
+            begun = min(ask.call.begun, time.monotonic())  # D's own queue is no silence of P
+            engine.replies = False
+            engine.silent_since, engine.error = engine.silent_since or begun, str(error)
+            for follower in ask.followers:
+                follower.silent_since = follower.silent_since or begun
+                self._note_error(follower, error)
+        except BaseException as error:  # it must not end the other followers
+            peer_log.logger.exception("kvhma: following a ticket at %s failed", address)
+            for follower in ask.followers:
+                self._note_error(follower, RequestError(f"internal error of this engine: {type(error).__name__}"))
+            if not isinstance(error, Exception):
+                raise
+        self._ask(address, engine)
+        now = time.monotonic()
+        if retries := [follower.retry_at for follower in ask.followers if follower.retry_at > now]:
+            self._peers.run_task(self._advance, at=min(retries))
 
-    def _dial(self, address: Address) -> Client:
-        return Client(resolve(address, self._timeout), self._timeout, self._secrets)
-
-    def _note_unread(self, follower: TicketFollower, count: int) -> None:
-        """Note how many bytes of a reply have arrived; refuse a reply that is too long, or the largest of too many.
+    def _on_reply(self, engine: _Engine, ask: _Ask, progress: Progress) -> None:
+        """Store the progress of a ticket, and note which tickets P has none of.
 
         Raises:
-            RequestError: this reply is too long.
+            HandshakeError: it is of a ticket that D has not asked about.
         """
-        if count > _ANSWER_BYTES + _BLOCK_BYTES * follower.max_blocks:
-            raise RequestError(f"{follower.ticket.address} sends a longer reply about a ticket than its request allows")
-        follower.unread = count
-        if sum(known.unread for known in self._known) > MAX_UNREAD_BYTES:
-            largest = max(self._known, key=lambda known: known.unread)
-            self._note_error(largest, RequestError(f"unfinished replies have more than {MAX_UNREAD_BYTES >> 20} MiB"))
-
-    def _note_error(self, follower: TicketFollower, error: Exception) -> None:
-        """Retry after a transient error for a while; a permanent error ends the follower."""
-        _hang_up(follower)
+        engine.replies, engine.silent_since = True, None
         now = time.monotonic()
-        if isinstance(error, RequestError) or now - follower.answered > _SILENCE_SECONDS + self._timeout:
+        for follower in ask.followers:
+            follower.silent_since, follower.failures = None, 0
+        about, searched = ask.followers[0], ask.followers[:1]
+        if progress.ticket:
+            found = [at for at, follower in enumerate(ask.followers) if follower.ticket.id == progress.ticket]
+            if not found:
+                raise HandshakeError(f"{ask.call.address} replies about another ticket")
+            about, searched = ask.followers[found[0]], ask.followers[: found[0]]
+            if progress.version <= about.version:
+                searched = ask.followers
+        engine.put_last(about)
+        try:
+            about.on_progress(progress)
+        except RequestError as error:
+            self._note_error(about, error)
+        for follower in searched:
+            if not follower.version and now - follower.begun > self._unknown_seconds:
+                own = ", and is this engine itself: set P's advertised_host to an address that reaches P from this host"
+                error_text = f"{ask.call.address} does not know the ticket"
+                follower.error = follower.error or error_text + (own if follower.is_own else "")
+        self.progressed.set()
+
+    def _note_received(self, ask: _Ask, count: int) -> None:
+        """Note the bytes of an unfinished reply; end the largest if all have too many.
+
+        Raises:
+            RequestError: this reply is too long, or is the largest.
+        """
+        ask.note_received(count)
+        asks = [asked for engine in self._engines.values() for asked in engine.asks]
+        if sum(asked.unread for asked in asks) <= MAX_UNREAD_BYTES:
+            return
+        largest = max(asks, key=lambda asked: asked.unread)
+        error = RequestError(f"unfinished replies have more than {MAX_UNREAD_BYTES >> 20} MiB")
+        if largest is ask:
+            raise error
+        for follower in largest.followers:
+            self._note_error(follower, error)
+        self._peers.cancel(largest.call)
+
+    def _is_silent(self, since: float | None, now: float) -> bool:
+        return since is not None and now - since > _SILENCE_SECONDS + self._peers.timeout
+
+    def _note_error(self, follower: TicketFollower, error: HandshakeError | RequestError) -> None:
+        """Retry after a transient error for a while; a permanent error ends the follower."""
+        now = time.monotonic()
+        if isinstance(error, RequestError) or self._is_silent(follower.silent_since, now):
             follower.error = str(error)
             self.progressed.set()
         follower.retry_at = now + min(_LONGEST_PAUSE_SECONDS, _PAUSE_SECONDS * 2 ** min(follower.failures, 8))
         follower.failures += 1
-
-    def _wait(self, known: list[TicketFollower]) -> set[int]:
-        """Wait for a reply, a wake-up or a short time; return the descriptors that can be read."""
-        assert self._sockets is not None  # noqa: S101
-        waits = select.poll()
-        waits.register(self._sockets[0], select.POLLIN)
-        soon = False
-        for follower in known:
-            if follower.client is not None:
-                waits.register(follower.client.fileno(), select.POLLIN)
-            else:
-                soon = True
-        ready = {found for found, _ in waits.poll(100 if soon else 1000)}
-        with contextlib.suppress(BlockingIOError):
-            self._sockets[0].recv(4096)
-        return ready
-
-
-def _hang_up(follower: TicketFollower) -> None:
-    client, follower.client = follower.client, None
-    follower.unread = 0
-    connecting, follower.connecting = follower.connecting, None
-    if client is not None:
-        client.close()
-    if connecting is not None:
-        connecting.add_done_callback(_close_result)
-
-
-def _close_result(connecting: Future[Client]) -> None:
-    if connecting.exception() is None:
-        connecting.result().close()
