@@ -258,10 +258,10 @@ def asked(monkeypatch):
     found = []
     send = Client.send
 
-    def noted(self, question):
+    def noted(self, question, **more):
         if isinstance(question, Renew | Finish):
             found.append(len(question.claims))
-        send(self, question)
+        send(self, question, **more)
 
     monkeypatch.setattr(Client, "send", noted)
     return found

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """D's side of leases over the real side channel: D renews claims, and asks P after a read."""
 
+import contextlib
 import itertools
 import socket
 import threading
 import time
+from typing import NamedTuple
 
 import pytest
 
@@ -13,9 +15,9 @@ from kvhma.vllm.scheduler import lease_renewer
 from kvhma.vllm.scheduler.lease_renewer import LeaseRenewer
 from kvhma.vllm.scheduler.lease_table import LeaseEnd, LeaseTable
 from kvhma.vllm.settings import Settings
-from kvhma.vllm.wire import names
+from kvhma.vllm.wire import names, peers, room
 from kvhma.vllm.wire import secrets as wire_secrets
-from kvhma.vllm.wire.client import Client, ClientPool
+from kvhma.vllm.wire.client import Client
 from kvhma.vllm.wire.messages import (
     MAX_CLAIMS,
     AskWorkerIdentity,
@@ -30,6 +32,7 @@ from kvhma.vllm.wire.messages import (
     write_claim,
 )
 from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey
+from kvhma.vllm.wire.peers import Peers
 from kvhma.vllm.wire.proofs import ProofKey, Proving, new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.server import Listener, LocalEngine
@@ -69,16 +72,18 @@ def address():
     return Address("127.0.0.1", free_port())
 
 
-def make_renewer(**more):
-    options = {"timeout": 0.3, "max_peers": 2, "secrets": OPEN, "counters": Counted()}
-    return LeaseRenewer(**options | more)
+@contextlib.contextmanager
+def renewing(*, timeout=0.3, secrets=OPEN, counted=None):
+    """A renewer, and what asks for it."""
+    counted = counted or Counted()
+    with contextlib.closing(Peers(timeout, secrets, counted)) as asking:
+        yield LeaseRenewer(asking, counted)
 
 
 @pytest.fixture
 def renewer():
-    made = make_renewer()
-    yield made
-    made.close()
+    with renewing() as made:
+        yield made
 
 
 def listen(address, leases):
@@ -164,15 +169,15 @@ def silent_listeners(stack_of, count):
 
 
 @pytest.mark.parametrize("they", ["never end", "end"])
-def test_addresses_that_never_answer_keep_no_good_claim_waiting(address, they):
+def test_addresses_that_never_answer_keep_no_good_claim_waiting(address, they, monkeypatch):
     """Formerly 64 requests with a bogus `remote_host` filled the renewer: it renewed no claims of other engines
     (S10)."""
     sockets = []
-    renewer = make_renewer(timeout=10 * HANG_SECONDS if they == "never end" else 0.5, max_peers=64)
+    monkeypatch.setattr(room, "MAX_WAITING", 64)
     service = LeaseService()
     known, fresh = Address("127.0.0.1", free_port()), address
     listeners = [listen(known, service), listen(fresh, service)]
-    try:
+    with renewing(timeout=10 * HANG_SECONDS if they == "never end" else 0.5) as renewer:
         good = claim(key_of("known"))
         renewer.track_claim(known, good, every=0.1)
         until(lambda: renewer.is_held(known, good))
@@ -185,19 +190,30 @@ def test_addresses_that_never_answer_keep_no_good_claim_waiting(address, they):
             late = claim(key_of("fresh"))
             renewer.track_claim(fresh, late, every=0.1)
             until(lambda: renewer.is_held(fresh, late))
-        assert renewer._running <= 64
-    finally:
-        renewer.close()
-        for one in (*listeners, *sockets):
-            one.close()
+    for one in (*listeners, *sockets):
+        one.close()
+
+
+def test_500_silent_addresses_and_a_new_engine(address, service):
+    """Formerly they took all threads for unknown peers, for so long that the lease of a new engine ended (T4)."""
+    sockets = []
+    with renewing(timeout=10 * HANG_SECONDS) as renewer:
+        if renewer._peers._room.limit * 3 // 4 <= 500:
+            pytest.skip("the process may not open enough files")
+        for bogus in silent_listeners(sockets, 500):
+            renewer.track_claim(bogus, claim(key_of("bogus")), every=0.1)
+        new = claim(key_of("new"))
+        renewer.track_claim(address, new, every=0.1)
+        until(lambda: renewer.is_held(address, new))
+    for one in sockets:
+        one.close()
 
 
 def test_addresses_of_a_strangers_choosing_are_bounded(address, service, caplog):
     """Formerly each bogus `remote_host` was kept until a thread had tried it, ten a second. After 12,000 of them a
     request could wait a second in the scheduler's step, which looked at all of them under a lock. Each made a line of
     the log."""
-    renewer = make_renewer(timeout=0.3, max_peers=8)
-    try:
+    with renewing() as renewer:
         good = claim(key_of("good"))
         renewer.track_claim(address, good, every=0.1)
         until(lambda: renewer.is_held(address, good))
@@ -209,60 +225,53 @@ def test_addresses_of_a_strangers_choosing_are_bounded(address, service, caplog)
         service.renewed = []
         until(lambda: any(good in claims for _, claims in service.renewed))
         assert renewer.is_held(address, good)
-    finally:
-        renewer.close()
     assert len(caplog.records) <= 20
 
 
-def test_more_engines_than_the_renewer_has_threads_are_all_served():
+def test_more_engines_than_may_be_asked_at_a_time_are_all_served(monkeypatch):
     """Formerly claims at more than `max_peers` engines were dropped without a line of the log."""
-    renewer = make_renewer(max_peers=2)
+    monkeypatch.setattr(room, "MAX_WAITING", 2)
     places = [(Address("127.0.0.1", free_port()), LeaseService()) for _ in range(12)]
     listeners = [listen(*place) for place in places]
-    try:
+    with renewing() as renewer:
         for place, _ in places:
             renewer.track_claim(place, claim(key_of("a")), every=0.05)
         until(lambda: all(len(service.renewed) > 5 for _, service in places))
-        assert renewer._running <= 2
-    finally:
-        renewer.close()
-        for listener in listeners:
-            listener.close()
+    for listener in listeners:
+        listener.close()
 
 
 def test_an_engine_that_becomes_slow_is_not_prompt_any_more(address, service, renewer, monkeypatch):
-    monkeypatch.setattr(lease_renewer, "_RESPONSIVE_SECONDS", 0.1)
+    monkeypatch.setattr(peers, "_RESPONSIVE_SECONDS", 0.1)
+    known = renewer._peers._room
     one = claim(key_of("a"))
     renewer.track_claim(address, one, every=0.05)
-    until(lambda: address in renewer._responsive)
+    until(lambda: known.is_responsive(address))
     go_on = threading.Event()
     renew = service.renew
     service.renew = lambda claims: (go_on.wait(0.2), renew(claims))[1]
-    until(lambda: address not in renewer._responsive)
+    until(lambda: not known.is_responsive(address))
     service.renew = renew
-    until(lambda: address in renewer._responsive)
+    until(lambda: known.is_responsive(address))
 
 
 def test_the_renewer_begins_again_whatever_is_raised(address, service, monkeypatch, caplog):
     """A panic ended the one thread of the renewer, and with it all leases of the engine (S8)."""
     counted = Counted()
-    renewer = make_renewer(counters=counted)
-    take_work, left = lease_renewer._Session.take_work, [Panic("p"), Panic("q")]
+    take_message, left = lease_renewer._Session.take_message, [Panic("p"), Panic("q")]
 
     def panics(self, now):
         if left:
             raise left.pop()
-        return take_work(self, now)
+        return take_message(self, now)
 
-    monkeypatch.setattr(lease_renewer._Session, "take_work", panics)
-    try:
+    monkeypatch.setattr(lease_renewer._Session, "take_message", panics)
+    with renewing(counted=counted) as renewer:
         one = claim(key_of("a"))
         renewer.track_claim(address, one, every=0.05)
         until(lambda: renewer.is_held(address, one))
-        assert counted.by_label("thread_restarts") == {"kvhma-lease-renewer": 2}
-        assert "thread kvhma-lease-renewer crashed" in caplog.text
-    finally:
-        renewer.close()
+    assert counted.by_label("thread_restarts") == {"kvhma-peers": 2}
+    assert "thread kvhma-peers crashed" in caplog.text
 
 
 def test_many_claims_are_all_renewed_and_each_new_one_alone(address, service, renewer):
@@ -377,18 +386,16 @@ def test_answers_to_other_claims_say_nothing_of_what_is_held(address, renewer):
         listener.close()
 
 
-def test_a_conversation_without_anything_to_say_ends_and_so_do_threads(address, service, monkeypatch):
+def test_a_session_without_anything_to_say_ends_and_so_does_its_connection(address, service, monkeypatch):
     monkeypatch.setattr(lease_renewer, "_KEPT_SECONDS", 0.3)
-    renewer = make_renewer()
-    try:
+    monkeypatch.setattr(peers, "_IDLE_SECONDS", 0.3)
+    with renewing() as renewer:
         for name in ("no-such-host.invalid", address.host):
             renewer.release_claim(Address(name, address.port), claim(key_of("a")), Outcome.READ)
         until(lambda: service.released)
-        until(lambda: not renewer._sessions and not renewer._running)
+        until(lambda: not renewer._sessions and not renewer._peers._pools)
         renewer.release_claim(address, claim(key_of("b")), Outcome.READ)
         until(lambda: len(service.released) == 2)
-    finally:
-        renewer.close()
 
 
 def test_a_release_that_p_has_not_heard_is_said_once_more(address, renewer):
@@ -406,12 +413,12 @@ def test_a_release_that_p_has_not_heard_is_said_once_more(address, renewer):
 
 def test_a_release_is_said_twice_at_most(address, renewer, monkeypatch):
     tried = []
-    ask = LeaseRenewer._ask
-    monkeypatch.setattr(LeaseRenewer, "_ask", lambda self, *what: (tried.append(what), ask(self, *what))[1])
+    ask = Peers.ask
+    monkeypatch.setattr(Peers, "ask", lambda self, *what: (tried.append(what), ask(self, *what))[1])
     renewer.release_claim(address, claim(key_of("a")), Outcome.READ)
     until(lambda: len(tried) == 2)
     (session,) = renewer._sessions.values()
-    until(lambda: not session.busy)
+    until(lambda: session.message is None)
     assert not session.releases
 
 
@@ -437,8 +444,7 @@ def test_an_engine_whose_secret_was_taken_back_is_not_told_of_leases_any_more(ad
     file.write_bytes(b"o" * 32)
     service, old = LeaseService(), Secrets([b"o" * 32])
     listener = Listener(address, LocalEngine("p", 1, HELLOS), leases=service, secrets=old, counters=Counted())
-    renewer = make_renewer(secrets=Secrets.load(Settings(secret_file=str(file))))
-    try:
+    with contextlib.closing(listener), renewing(secrets=Secrets.load(Settings(secret_file=str(file)))) as renewer:
         one = claim(key_of("a"))
         renewer.track_claim(address, one, every=0.05)
         until(lambda: len(service.renewed) > 2)
@@ -448,32 +454,43 @@ def test_an_engine_whose_secret_was_taken_back_is_not_told_of_leases_any_more(ad
         service.renewed = []
         time.sleep(0.5)
         assert not service.renewed
-    finally:
-        renewer.close()
-        listener.close()
 
 
 def test_the_end_of_the_engine_waits_for_no_other_one():
     sockets = []
-    renewer = make_renewer(timeout=10 * HANG_SECONDS, max_peers=8)
-    try:
+    with renewing(timeout=10 * HANG_SECONDS) as renewer:
         for bogus in silent_listeners(sockets, 8):
             renewer.track_claim(bogus, claim(key_of("a")), every=1)
-        until(lambda: renewer._running > 2)
+        until(lambda: len(renewer._peers._active) > 2)
         renewer.close()
-    finally:
-        for one in sockets:
-            one.close()
+    for one in sockets:
+        one.close()
 
 
 # --- the question after a read -------------------------------------------------------------------------------
 
 
+class Asking(NamedTuple):
+    """How a worker reaches P."""
+
+    peers: Peers
+    address: Address
+
+    @property
+    def pool(self):
+        return self.peers.pool(self.address)
+
+
+@contextlib.contextmanager
+def asking(address, timeout=2):
+    with contextlib.closing(Peers(timeout, OPEN, Counted())) as made:
+        yield Asking(made, address)
+
+
 @pytest.fixture
 def clients(address):
-    clients = ClientPool(address, 2, OPEN)
-    yield clients
-    clients.close()
+    with asking(address) as made:
+        yield made
 
 
 @pytest.fixture
@@ -486,7 +503,7 @@ def table(address):
 
 def ask(clients, *claims, timeout=2.0, proving=None, outcomes=()):
     """Ask, and wait for the answer as the poller does."""
-    question = LeaseQuestion(clients, claims, timeout, proving, outcomes)
+    question = LeaseQuestion(*clients, claims, timeout, proving, outcomes)
     until(question.poll)
     assert not question.open
     return question
@@ -553,7 +570,7 @@ def test_other_parameters_than_were_handed_out(clients, table):
 def proving_with(clients):
     """The result of a handshake with the engine, for a worker that no peer reads from."""
     own = ProofKey()
-    with clients.take_client() as client:
+    with clients.pool.take_client() as client:
         engine_key = client.ask(AskWorkerIdentity(0, 0, bytes(16)), SignedWorkerIdentity).engine_key
     return Proving(own.public, own.shared(engine_key))
 
@@ -574,17 +591,15 @@ def test_an_answer_is_of_the_engine_that_was_read(clients, table):
         length = frame_length(raw.recv(4, socket.MSG_WAITALL))
         question = read_question(raw.recv(length, socket.MSG_WAITALL))
         own = Renew([write_claim(claim(key))], question.reader_key, question.nonce)
-        with clients.take_client() as relay:
+        with clients.pool.take_client() as relay:
             states, proof = [LeaseState.HELD], relay.ask(own, Leases).proof
         said.append(proof)
         raw.sendall(frame(Leases(states, proof if len(said) > 1 else None)))
 
     with hostile(answer_for_p, connections=2) as imitator:
         for _ in range(2):
-            theirs = ClientPool(imitator, 2, OPEN)
-            with pytest.raises(LeaseUnknownError, match="the answer is not of the engine that was read"):
+            with asking(imitator) as theirs, pytest.raises(LeaseUnknownError, match="not of the engine that was read"):
                 ask(theirs, claim(key_of("victim")), proving=proving).check(0)
-            theirs.close()
     assert len(said) == 2
 
 
@@ -600,7 +615,12 @@ def test_too_many_readers(address, clients):
 def test_claims_of_a_step_are_one_question(clients, table, monkeypatch):
     questions = []
     send = Client.send
-    monkeypatch.setattr(Client, "send", lambda self, question: (questions.append(question), send(self, question)))
+
+    def sends(self, question, **more):
+        questions.append(question)
+        send(self, question, **more)
+
+    monkeypatch.setattr(Client, "send", sends)
     question = ask(clients, claim(add(table, "a")), claim(key_of("c")), claim(add(table, "b")))
     question.check(0)
     with pytest.raises(LeaseEndedError, match="P does not hold 'c' for this reader"):
@@ -613,19 +633,15 @@ def test_claims_of_a_step_are_one_question(clients, table, monkeypatch):
 def test_nobody_answers(address, kept):
     """No wait takes longer than its timeout, over an open connection and over a new one."""
     listening = socket.create_server((address.host, address.port))
-    clients = ClientPool(address, 0.2, OPEN)
-    try:
+    with listening, asking(address, 0.2) as clients:
         if kept:
-            clients.release_client(clients.take_client())
-        question = LeaseQuestion(clients, [claim(key_of("a"))], 0.2, None)
+            clients.pool.release_client(clients.pool.take_client())
+        question = LeaseQuestion(*clients, [claim(key_of("a"))], 0.2, None)
         assert (question.fileno() is not None) == kept
         until(question.poll)
         with pytest.raises(LeaseUnknownError, match="P has not confirmed that the blocks were held"):
             question.check(0)
-        assert clients.take_idle_client() is None
-    finally:
-        clients.close()
-        listening.close()
+        assert clients.pool.take_idle_client() is None
 
 
 def test_nobody_is_there(clients):
@@ -635,15 +651,15 @@ def test_nobody_is_there(clients):
 
 def test_a_connection_is_kept_for_the_next_question(clients, table):
     ask(clients, claim(add(table, "a"))).check(0)
-    client = clients.take_idle_client()
+    client = clients.pool.take_idle_client()
     assert client is not None
-    clients.release_client(client)
-    question = LeaseQuestion(clients, [claim(add(table, "b"))], 2.0, None)
+    clients.pool.release_client(client)
+    question = LeaseQuestion(*clients, [claim(add(table, "b"))], 2.0, None)
     assert question.fileno() == client.fileno(), "no thread was needed"
     until(question.poll)
     question.check(0)
     assert question.fileno() is None
-    with clients.take_client() as kept:
+    with clients.pool.take_client() as kept:
         assert kept is client
 
 
@@ -664,8 +680,8 @@ def test_a_connection_that_p_has_ended_costs_no_load(clients, address):
 def test_a_connection_that_p_ends_while_it_is_asked_costs_no_load(clients, address):
     """The same a moment later: D had sent the question already."""
     listening = socket.create_server((address.host, address.port))
-    clients.release_client(clients.take_client())
-    question = LeaseQuestion(clients, [claim(key_of("a"))], 2.0, None)
+    clients.pool.release_client(clients.pool.take_client())
+    question = LeaseQuestion(*clients, [claim(key_of("a"))], 2.0, None)
     assert question.fileno() is not None
     accepted, _ = listening.accept()
     listening.close()
@@ -696,9 +712,9 @@ def test_an_answer_for_other_claims_than_were_asked(address, clients):
 def test_a_panic_while_p_is_asked_is_an_answer_too(clients, monkeypatch):
     """Formerly an exception in a thread that asked reached no load: its loads would have waited for ever (S8)."""
 
-    def panics():
+    def panics(*_, **__):
         raise Panic("no")
 
-    monkeypatch.setattr(clients, "take_client", panics)
+    monkeypatch.setattr(peers, "Client", panics)
     with pytest.raises(LeaseUnknownError, match="no"):
         ask(clients, claim(key_of("a"))).check(0)

@@ -255,7 +255,7 @@ def test_what_is_asked_of_the_device_in_a_load_and_in_which_order(p, d, device):
 def test_every_thread_chooses_the_device_first_and_none_waits_for_all_of_it(p, start, device):
     d = start(Engine, "d", prefill_engines=[str(p.address)])
     time.sleep(0.2)
-    assert "kvhma-preconnect" not in {call.thread for call in device.calls}, "graphs are captured first"
+    assert "kvhma-handshake" not in {call.thread for call in device.calls}, "graphs are captured first"
     d.connector.get_handshake_metadata()
     until(lambda: any(call.thread == "kvhma-handshake" and call.what == "nixl.transfer" for call in device.calls))
     d.step(p.load("r"))
@@ -268,9 +268,7 @@ def test_every_thread_chooses_the_device_first_and_none_waits_for_all_of_it(p, s
     assert by_thread.keys() == {
         "kvhma-reads",
         "kvhma-handshake",
-        "kvhma-preconnect",
-        "kvhma-notifications",
-        "kvhma-idle-engines",
+        "kvhma-peers",
     }
     for name, calls in by_thread.items():
         assert [call.what for call in calls[:2]] == ["choose", "first operation"], name

@@ -29,6 +29,7 @@ from kvhma.vllm.wire import names
 from kvhma.vllm.wire import server as server_module
 from kvhma.vllm.wire.client import Client, ClientPool
 from kvhma.vllm.wire.params import Address, Incarnation, LeaseClaim, LeaseKey
+from kvhma.vllm.wire.peers import Peers
 from kvhma.vllm.wire.proofs import new_agent_key, sign_identity
 from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.server import Listener, LocalEngine
@@ -730,27 +731,24 @@ def test_an_engine_that_is_not_used_is_let_go_and_connected_anew(world):
     first, other = world.acquire(first_remote), world.acquire(other_remote)
     world.engines.release_engine(first)
     assert len(remotes(world)) == 4
-    watch = watched(world, engine_ttl=0.2)
-    try:
-        until(lambda: len(remotes(world)) == 2)
-        assert world.counted.numbers["idle_engines"] == 1
-        assert first.gone is not None
-        assert first.clients.take_idle_client() is None
-        time.sleep(0.5)
-        assert other.gone is None, "a load has acquired it"
-        assert world.acquire(other_remote) is other
-        again = world.acquire(first_remote)
-        assert again is not first
-        assert again.gone is None
-        assert world.counted.numbers["handshakes"] == 3
-        for engine in (again, other, other):
-            world.engines.release_engine(engine)
-        until(lambda: not remotes(world))
-        assert world.engines._known_budget._free == IdentityBudget(256 << 20, 64)._free, (
-            "their identities do not count any more"
-        )
-    finally:
-        watch.close(5)
+    watched(world, engine_ttl=0.2)
+    until(lambda: len(remotes(world)) == 2)
+    assert world.counted.numbers["idle_engines"] == 1
+    assert first.gone is not None
+    assert world.engines.peers.pool(first.numeric).take_idle_client() is None
+    time.sleep(0.5)
+    assert other.gone is None, "a load has acquired it"
+    assert world.acquire(other_remote) is other
+    again = world.acquire(first_remote)
+    assert again is not first
+    assert again.gone is None
+    assert world.counted.numbers["handshakes"] == 3
+    for engine in (again, other, other):
+        world.engines.release_engine(engine)
+    until(lambda: not remotes(world))
+    assert world.engines._known_budget._free == IdentityBudget(256 << 20, 64)._free, (
+        "their identities do not count any more"
+    )
 
 
 def test_one_that_is_acquired_while_it_is_looked_at_stays(world):
@@ -789,7 +787,7 @@ def test_without_the_setting_only_an_engine_that_does_not_answer_is_let_go(monke
     for _ in range(2):
         world.listeners.pop().close()
     world.prefill(*world.workers("R2"), instance=4, at=at.address)
-    watch = watched(world)
+    watched(world)
     try:
         until(lambda: len(remotes(world)) == 2)
         time.sleep(0.6)
@@ -797,16 +795,14 @@ def test_without_the_setting_only_an_engine_that_does_not_answer_is_let_go(monke
         assert (ended.gone, restarted.gone) == ("disconnected", "disconnected")
         assert world.counted.numbers["idle_engines"] == 2
     finally:
-        watch.close(5)
         world.close()
 
 
 @pytest.mark.parametrize("setting", [0, -1])
 def test_engines_are_kept_if_the_setting_says_so(world, setting):
     before = threading.active_count()
-    watch = watched(world, engine_ttl=setting)
+    watched(world, engine_ttl=setting)
     assert threading.active_count() == before
-    watch.close(5)
 
 
 def test_leases_are_renewed_whether_or_not_the_engine_was_let_go(world):
@@ -815,10 +811,8 @@ def test_leases_are_renewed_whether_or_not_the_engine_was_let_go(world):
     engine = world.acquire(remote)
     world.engines.release_engine(engine)
     assert world.engines.evict_engine(engine, time.monotonic())
-    renewer = LeaseRenewer(timeout=1, max_peers=4, secrets=NO_SECRET, counters=world.counted)
     claim = LeaseClaim(LeaseKey("request", 1), 2, bytes(16))
-    try:
+    with contextlib.closing(Peers(1, NO_SECRET, world.counted)) as peers:
+        renewer = LeaseRenewer(peers, world.counted)
         renewer.track_claim(remote.address, claim, every=0.1)
         until(lambda: renewer.is_held(remote.address, claim) is not None)
-    finally:
-        renewer.close()

@@ -26,6 +26,7 @@ from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import Address, Incarnation, LeaseKey, PrefillParams, random_id
+from kvhma.vllm.wire.peers import Peers
 from kvhma.vllm.wire.proofs import new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.server import Listener, LocalEngine
@@ -183,9 +184,8 @@ class DecodeEngine:
             for geometry in ranks
         ]
         self._spans = prompt_spans(ranks[0])
-        self.renewer = LeaseRenewer(
-            timeout=settings.handshake_timeout, max_peers=settings.max_peers, secrets=secrets, counters=self.counted
-        )
+        self.peers = Peers(settings.handshake_timeout, secrets, self.counted)
+        self.renewer = LeaseRenewer(self.peers, self.counted)
 
     def hand_off(self, params: dict[str, object], *, track: bool) -> Took:
         """Do the control path of a hand-off; with `track`, its lease is renewed meanwhile."""
@@ -228,6 +228,7 @@ class DecodeEngine:
 
     def close(self) -> None:
         self.renewer.close()
+        self.peers.close()
         for rank in self.ranks:
             rank.close()
 
@@ -248,7 +249,7 @@ def connect(rank: PrefillEngines, remote: Incarnation) -> PrefillEngine:
 
 def ask(engine: PrefillEngine, claim: object) -> None:
     """Ask P whether it held the blocks, and wait for the answer."""
-    question = LeaseQuestion(engine.clients, [claim], TIMEOUT, engine.proving)  # type: ignore[list-item]
+    question = LeaseQuestion(engine.side_channel, engine.numeric, [claim], TIMEOUT, engine.proving)  # type: ignore[list-item]
     while not question.poll():
         fileno = question.fileno()
         if fileno is None:

@@ -6,12 +6,10 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 from kvhma.errors import HandshakeError, HandshakeTimeoutError, LeaseEndedError, LeaseUnknownError, RequestError
 from kvhma.text import one_line
-from kvhma.vllm.threads import in_thread
-from kvhma.vllm.wire.client import Client, ClientPool
+from kvhma.vllm.wire.client import Client
 from kvhma.vllm.wire.messages import (
     NONCE_BYTES,
     Finish,
@@ -22,7 +20,8 @@ from kvhma.vllm.wire.messages import (
     WireClaim,
     write_claim,
 )
-from kvhma.vllm.wire.params import LeaseClaim
+from kvhma.vllm.wire.params import Address, LeaseClaim
+from kvhma.vllm.wire.peers import Call, Peers
 from kvhma.vllm.wire.proofs import Proving, is_proved
 
 
@@ -36,13 +35,14 @@ class LeaseQuestion:
         D             |------- read -------|   asked   answered
                                                |-----------|
 
-    It asks at once over an idle connection. Without an idle connection a thread connects and asks. It belongs to one
+    It asks at once over an idle connection. Without an idle connection `Peers` connects and asks. It belongs to one
     thread at a time.
     """
 
     def __init__(
         self,
-        clients: ClientPool,
+        peers: Peers,
+        address: Address,
         claims: Sequence[LeaseClaim],
         timeout: float,
         proving: Proving | None,
@@ -53,14 +53,16 @@ class LeaseQuestion:
         """Ask.
 
         Args:
-            clients: of P's scheduler.
+            peers: ask P.
+            address: of P's scheduler, numeric.
             claims: what was read, and by which reader; at most `MAX_CLAIMS`.
             outcomes: of each claim, to release the claims that P held; empty to release nothing.
             contents: whether to ask P for the content digests of the blocks, too. Then nothing is released.
             timeout: seconds to wait for the answer, and the same for a new connection.
             proving: checks that the answer comes from the engine that was read; None without proofs.
         """
-        self._clients = clients
+        self._peers = peers
+        self._address = address
         self._claims = claims
         self._proving = proving
         self._question = _question([write_claim(claim) for claim in claims], outcomes, proving, contents=contents)
@@ -68,9 +70,9 @@ class LeaseQuestion:
         self._answer: Leases | None = None
         self._error: LeaseUnknownError | None = None
         self._client: Client | None = None
-        self._future: Future[Leases] | None = None
+        self._call: Call[Leases] | None = None
         self._deadline = time.monotonic() + timeout
-        client = clients.take_idle_client()
+        client = peers.pool(address).take_idle_client()
         if client is None:
             self._ask_anew()
         else:
@@ -87,7 +89,10 @@ class LeaseQuestion:
             self._fail(HandshakeTimeoutError("no answer in time"))
         client, self._client = self._client, None
         if client is not None:
-            self._clients.release_client(client)
+            self._peers.pool(self._address).release_client(client)
+        call, self._call = self._call, None
+        if call is not None:
+            self._peers.cancel(call)
 
     def fileno(self) -> int | None:
         """Return the file descriptor of the idle connection that was used; None without it."""
@@ -97,8 +102,8 @@ class LeaseQuestion:
         """Return whether P has answered, or will not answer. Never waits."""
         if self._client is not None:
             self._poll_client(self._client)
-        if self._future is not None:
-            self._poll_future(self._future)
+        if self._call is not None and self._call.done():
+            self._take_result(self._call)
         if not self.open:
             self.close()
             return True
@@ -152,30 +157,19 @@ class LeaseQuestion:
                 self._ask_anew()  # P had closed the old connection
             else:
                 self._fail(error)
-        self._clients.release_client(client)
+        self._peers.pool(self._address).release_client(client)
 
     def _ask_anew(self) -> None:
         self._deadline = time.monotonic() + 2 * self._timeout
-        try:
-            self._future = in_thread("kvhma-lease-question", self._ask_in_thread)
-        except RuntimeError as error:
+        self._call = self._peers.ask(self._address, self._question, Leases, deadline=self._deadline)
+
+    def _take_result(self, call: Call[Leases]) -> None:
+        self._call = None
+        error = call.exception()
+        if error is None:
+            self._take_answer(call.result())
+        else:
             self._fail(error)
-
-    def _ask_in_thread(self) -> Leases:
-        client = self._clients.take_client()
-        try:
-            return client.ask(self._question, Leases)
-        finally:
-            self._clients.release_client(client)
-
-    def _poll_future(self, future: Future[Leases]) -> None:
-        if future.done():
-            error = future.exception()
-            if error is None:
-                self._take_answer(future.result())
-            else:
-                self._fail(error)
-            self._future = None
 
     def _take_answer(self, answer: Leases) -> None:
         question, proving = self._question, self._proving

@@ -65,6 +65,8 @@ def _ask(engine: PrefillEngine, reads: Sequence[ActiveRead], timeout: float) -> 
     # All reads have an outcome or none has: it depends on the number of ranks of this engine.
     outcomes = [read.command.outcome for read in reads if read.command.outcome is not None]
     contents = reads[0].has_digest
-    engine.question = LeaseQuestion(engine.clients, claims, timeout, engine.proving, outcomes, contents=contents)
+    engine.question = LeaseQuestion(
+        engine.side_channel, engine.numeric, claims, timeout, engine.proving, outcomes, contents=contents
+    )
     for index, read in enumerate(reads):
         read.question = engine.question, index

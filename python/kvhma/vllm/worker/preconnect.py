@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
+from concurrent.futures import Future
 from functools import partial
 
 from kvhma.errors import KvhmaError
-from kvhma.vllm.counters import Counters
-from kvhma.vllm.threads import SupervisedThread
+from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, EngineInfo
 from kvhma.vllm.wire.params import Address
 from kvhma.vllm.worker.context import WorkerContext
 from kvhma.vllm.worker.prefill_engines import PrefillEngines
@@ -24,47 +23,39 @@ _REFUSED_SECONDS = 60.0
 
 
 class Preconnector:
-    """Connects to each engine of the setting, and reconnects after each restart of the engine, in a separate thread."""
+    """Connects to each engine of the setting, and reconnects after each restart of the engine."""
 
-    def __init__(self, context: WorkerContext, engines: PrefillEngines, counters: Counters) -> None:
-        """Start without a thread."""
+    def __init__(self, context: WorkerContext, engines: PrefillEngines) -> None:
+        """Connect to nothing yet."""
         self._addresses = context.settings.prefill_engines
-        self._device = context.device
         self._engines = engines
-        self._counters = counters
-        self._closed = threading.Event()
         self._refused_until: dict[Address, float] = {}
-        self._thread: SupervisedThread | None = None
+        self._asked: set[Address] = set()
+        """Engines that have not answered yet."""
+        self._has_started = False
 
     def start(self) -> None:
-        """Start the thread, once, if there are engines to connect to.
+        """Begin to connect, once, if there are engines to connect to.
 
         Call it after the engine has captured its graphs. A connection begins with a read of device memory, and work of
         another thread on the device can end a capture.
         """
-        if self._addresses and self._thread is None:
-            work = self._device.chosen(self._run)
-            self._thread = SupervisedThread("kvhma-preconnect", work, self._counters)
+        if self._addresses and not self._has_started:
+            self._has_started = True
+            self._engines.peers.run_task(self._ask)
 
-    def close(self, timeout: float) -> None:
-        """Stop the thread."""
-        self._closed.set()
-        if self._thread is not None:
-            self._thread.join(timeout)
+    def _ask(self, now: float) -> float:
+        for address in self._addresses:
+            if address not in self._asked and self._refused_until.get(address, 0.0) <= now:
+                self._asked.add(address)
+                call = self._engines.peers.ask(address, AskEngineInfo(PROTOCOL), EngineInfo)
+                call.add_done_callback(partial(self._on_answer, address))
+        return now + _INTERVAL_SECONDS
 
-    def _run(self) -> None:
-        while True:
-            for address in self._addresses:
-                if self._closed.is_set():
-                    return
-                if self._refused_until.get(address, 0.0) <= time.monotonic():
-                    self._connect(address)
-            if self._closed.wait(_INTERVAL_SECONDS):
-                return
-
-    def _connect(self, address: Address) -> None:
+    def _on_answer(self, address: Address, call: Future[EngineInfo]) -> None:
+        self._asked.discard(address)
         try:
-            self._engines.preconnect(address, partial(self._after_handshake, address))
+            self._engines.preconnect(address, call.result(), partial(self._after_handshake, address))
         except KvhmaError as error:
             logger.debug("kvhma: %s of prefill_engines: %s", address, error)
 

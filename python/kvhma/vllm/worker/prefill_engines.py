@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import threading
@@ -20,10 +19,11 @@ from kvhma.vllm.counters import Counters
 from kvhma.vllm.devices import unreachable
 from kvhma.vllm.identity import check_same_model, decode_extra
 from kvhma.vllm.threads import in_thread
-from kvhma.vllm.wire.client import Client, ClientPool
+from kvhma.vllm.wire.client import Client
 from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, Done, EngineInfo, Refused
 from kvhma.vllm.wire.names import resolve
 from kvhma.vllm.wire.params import Address, Incarnation, leads_back
+from kvhma.vllm.wire.peers import Peers
 from kvhma.vllm.wire.proofs import Proving
 from kvhma.vllm.worker.board_reader import BoardMemory, BoardReader
 from kvhma.vllm.worker.context import WorkerContext
@@ -54,7 +54,8 @@ class PrefillEngine:
         incarnation_id: random number of its incarnation.
         plan: what this worker reads from its ranks.
         peers: its workers, in the order of the plan's sources; None where nothing is read.
-        clients: of its side channel.
+        side_channel: asks its scheduler.
+        numeric: where its scheduler listens, without a name.
         proving: keys for checking its proofs; None with a secret, because TLS authenticates its answers then.
         boards: lease boards of the workers that are read from; empty if D has to ask instead.
         identity_bytes: of its worker identities, which are mostly stored with the peers.
@@ -67,7 +68,8 @@ class PrefillEngine:
     incarnation_id: int
     plan: Plan
     peers: list[Peer | None]
-    clients: ClientPool
+    side_channel: Peers
+    numeric: Address
     proving: Proving | None
     boards: tuple[BoardReader, ...]
     identity_bytes: int
@@ -85,6 +87,9 @@ class PrefillEngines:
     """Prefill engines by address. Safe to use from several threads; one handshake at a time with each incarnation.
 
     Engines of the setting ``prefill_engines`` always have room. Beside them there is room for ``max_peers`` others.
+
+    Attributes:
+        peers: ask their schedulers.
     """
 
     def __init__(self, context: WorkerContext, counters: Counters) -> None:
@@ -94,6 +99,7 @@ class PrefillEngines:
         self._agent = context.agent
         self._boards = BoardMemory(context.agent)
         self._counters = counters
+        self.peers = Peers(self._settings.handshake_timeout, context.secrets, counters)
         room = self._settings.max_peers + len(self._settings.prefill_engines)
         self._budget = IdentityBudget(_MAX_IDENTITIES_BYTES, room)
         self._known_budget = IdentityBudget(_MAX_IDENTITIES_BYTES, room)
@@ -162,11 +168,7 @@ class PrefillEngines:
             if not unusable or self._engines.get(engine.address) is not engine:
                 return
             self._evict(engine)
-        if any(board.in_flight for board in engine.boards):  # disconnecting waits for it
-            with contextlib.suppress(RuntimeError):  # there can be no more threads
-                in_thread("kvhma-disconnect", self._context.device.chosen(lambda: self._disconnect(engine)))
-                return
-        self._disconnect(engine)
+        self._begin_disconnect(engine)
 
     def unused_engines(self, since: float) -> list[PrefillEngine]:
         """Return the engines that no load has acquired or released since a time on the monotonic clock."""
@@ -181,22 +183,22 @@ class PrefillEngines:
             if not known or engine.active_loads or engine.used_at >= since:
                 return False
             self._evict(engine)
-        self._disconnect(engine)
+        self._begin_disconnect(engine)
         return True
 
-    def preconnect(self, address: Address, after_handshake: Callable[[KvhmaError | None], None]) -> None:
-        """Begin the handshake with an unknown engine before its first request. Waits for its first answer.
+    def preconnect(
+        self, address: Address, info: EngineInfo, after_handshake: Callable[[KvhmaError | None], None]
+    ) -> None:
+        """Begin the handshake with an unknown engine before its first request.
 
         Args:
             address: where its scheduler listens.
+            info: its answer.
             after_handshake: as for :meth:`acquire_engine`.
 
         Raises:
-            HandshakeError: it does not answer, or failed a moment ago; other errors as for :meth:`acquire_engine`.
+            KvhmaError: as for :meth:`acquire_engine`.
         """
-        timeout = self._settings.handshake_timeout
-        with Client(resolve(address, timeout), timeout, self._context.secrets) as client:
-            info = client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
         remote = Incarnation(address, info.engine_id, int.from_bytes(info.incarnation_id, "big"), *_sizes(info))
         engine = self.acquire_engine(remote, after_handshake)
         if engine is not None:
@@ -205,10 +207,8 @@ class PrefillEngines:
     def close(self) -> None:
         """Close all side channels, but not the agent, which owns the connections."""
         with self._lock:
-            engines = list(self._engines.values())
             self._engines.clear()
-        for engine in engines:
-            engine.clients.close()
+        self.peers.close()
 
     # --- known engines; with the lock held -----------------------------------------------------------------
 
@@ -334,9 +334,8 @@ class PrefillEngines:
         self._context.device.choose()
         timeout = self._settings.handshake_timeout
         numeric = resolve(remote.address, timeout)
-        clients = ClientPool(numeric, timeout, self._context.secrets)
         peers: list[Peer | None] = []
-        client = clients.take_client()
+        client = self.peers.pool(numeric).take_client()
         try:
             plan, identities = self._agree(remote, client)
             for index, identity in enumerate(identities):
@@ -350,10 +349,12 @@ class PrefillEngines:
             raise
         finally:
             self._budget.note_stored(remote, 0)
-        clients.release_client(client)
+        self.peers.pool(numeric).release_client(client)
         proving = None if self._context.secrets.enabled else self._proving(identities[0].engine_key)
         stored = sum(len(identity.data) for identity in identities)
-        return PrefillEngine(remote.address, remote.incarnation_id, plan, peers, clients, proving, boards, stored)
+        return PrefillEngine(
+            remote.address, remote.incarnation_id, plan, peers, self.peers, numeric, proving, boards, stored
+        )
 
     def _boards_of(self, peers: list[Peer | None]) -> tuple[BoardReader, ...]:
         """Return readers of the boards of all workers that are read from; empty if a worker has no board.
@@ -423,8 +424,15 @@ class PrefillEngines:
             max_descriptors=self._settings.max_descriptors,
         )
 
+    def _begin_disconnect(self, engine: PrefillEngine) -> None:
+        """Disconnect in another thread: disconnecting waits for reads of boards in flight."""
+        try:
+            in_thread("kvhma-handshake", self._context.device.chosen(lambda: self._disconnect(engine)))
+        except RuntimeError:  # there can be no more threads
+            self._disconnect(engine)
+
     def _disconnect(self, engine: PrefillEngine) -> None:
-        engine.clients.close()
+        self.peers.close_idle(engine.numeric)
         for board in engine.boards:
             board.close()
         self._disconnect_peers(engine.peers)
