@@ -43,7 +43,6 @@ WORDS = {
         "Lines": "ClientPool",
         "Desk": "LeaseService",
         "Roster": "EngineInfo",
-        "Peers": "PrefillEngines",
         "Source": "PrefillEngine",
         "borrow": "acquire",
         "meet": "preconnect",
