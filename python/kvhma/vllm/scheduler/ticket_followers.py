@@ -46,9 +46,6 @@ MAX_FOLLOWED = 1024
 _MAX_WAIT_SECONDS = 5.0
 """Seconds after which P replies even without progress, so that D notices if P is gone."""
 
-_MAX_CANCELS = 64
-"""Most requests that D cancels at a time."""
-
 _BLOCKS_PER_TOKEN = 4
 _BLOCKS_MORE = 256
 """Bound of the blocks that D stores of all groups: so many for each token, and so many more. A few groups may have
@@ -234,10 +231,6 @@ class TicketFollower:
         address = self.ticket.address
         return None if self.params is None else self.params | {"remote_host": address.host, "remote_port": address.port}
 
-    def next_question(self) -> Follow:
-        """Return the next question."""
-        return Follow(self.ticket.id, self.version, self.epoch, self.tokens, _MAX_WAIT_SECONDS)
-
 
 class _Ask:
     """A question to P about some tickets. Only the thread uses it.
@@ -283,7 +276,7 @@ class _Engine:
     Attributes:
         followers: those whose turn is next come first.
         asks: questions without a reply.
-        replies: whether its last reply has come.
+        replies: whether P has replied to the last question that ended.
         silent_since: when D asked what P has not replied to, after its last reply; None if P has replied.
         error: why P has not replied.
     """
@@ -349,8 +342,6 @@ class TicketFollowers:
         self._unknown_seconds = unknown_seconds
         self._lock = threading.Lock()
         self._followers: dict[TicketFollower, None] = {}
-        self._cancels: set[Call[Done]] = set()
-        """Questions that cancel a request at P, without a reply yet."""
         self.progressed = threading.Event()
         self._engines: dict[Address, _Engine] = {}
         """Of the thread."""
@@ -385,19 +376,8 @@ class TicketFollowers:
         self._peers.run_task(self._advance)
 
     def cancel_ticket(self, ticket: Ticket) -> None:
-        """Cancel a request at P. If D cancels too many at a time, P is not notified, and its lease ends later."""
-        with self._lock:
-            if len(self._cancels) >= _MAX_CANCELS:
-                return
-            call = self._peers.ask(ticket.address, Unfollow(ticket.id), Done)
-            self._cancels.add(call)
-        call.add_done_callback(self._note_cancelled)
-
-    def _note_cancelled(self, call: Future[Done]) -> None:
-        with self._lock:
-            self._cancels.discard(call)
-        if not call.cancelled() and (error := call.exception()) is not None:
-            logger.info("kvhma: a request could not be cancelled at P: %s", error)
+        """Cancel a request at P. If P is not reached, its lease ends later."""
+        self._peers.ask(ticket.address, Unfollow(ticket.id), Done).add_done_callback(_log_failure)
 
     # --- the thread ----------------------------------------------------------------------------------------
 
@@ -520,3 +500,8 @@ class TicketFollowers:
             self.progressed.set()
         follower.retry_at = now + min(_LONGEST_PAUSE_SECONDS, _PAUSE_SECONDS * 2 ** min(follower.failures, 8))
         follower.failures += 1
+
+
+def _log_failure(call: Future[Done]) -> None:
+    if (error := call.exception()) is not None:
+        logger.info("kvhma: a request could not be cancelled at P: %s", error)

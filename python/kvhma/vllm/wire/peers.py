@@ -31,9 +31,9 @@ from kvhma.vllm.wire.peer_log import logger
 from kvhma.vllm.wire.room import MAX_AT_ADDRESS, Room
 from kvhma.vllm.wire.secrets import Secrets
 
-_MAX_QUEUED = 128
-_MAX_ADDRESSES = 8192
-"""Most calls to an address that wait for room, and most addresses where unknown peers have such calls."""
+_MAX_QUEUED_AT_ADDRESS = 128
+_MAX_QUEUED = 8192
+"""Most calls that wait for room, at one address and at all: beyond it, calls to unknown peers fail at once."""
 
 _RESPONSIVE_SECONDS = 1.0
 """An engine is responsive if it answers within this time, and the time for which the question lets it wait."""
@@ -274,15 +274,16 @@ class Peers:
 
     def _take_calls(self) -> None:
         """Queue new calls, and drop cancelled ones."""
+        queued = sum(map(len, self._queues.values()))
         while self._asked:
             call = self._asked.popleft()
-            queue = self._queues.get(call.address, ())
-            unknown = not (queue or self._room.is_responsive(call.address))
-            if len(queue) >= _MAX_QUEUED or (unknown and len(self._queues) >= _MAX_ADDRESSES):
+            is_full = queued >= _MAX_QUEUED and not self._room.is_responsive(call.address)
+            if is_full or len(self._queues.get(call.address, ())) >= _MAX_QUEUED_AT_ADDRESS:
                 _fail(call, HandshakeTimeoutError(f"too many questions wait for {call.address}, or for other peers"))
                 continue
             self._queues.setdefault(call.address, deque()).append(call)
             self._has_changed = True
+            queued += 1
         while self._cancelled:
             call = self._cancelled.popleft()
             if call in self._active:
