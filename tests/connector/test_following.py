@@ -13,6 +13,7 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 from kvhma._kvhma import text_to_ids
 from kvhma.vllm.metadata import WorkerReport
 from kvhma.vllm.scheduler.offers import OfferState
+from kvhma.vllm.scheduler.ticket_followers import _TicketQuestion
 from support.schedulers import STEP, blocks, manager, output, request, scheduler, tables
 from support.waiting import until
 
@@ -286,7 +287,7 @@ def test_d_may_come_first(p, d):
     asked = request("r", N, params=p.params_of_d())
     d.on_request_added(asked)
     assert waits(d, asked)
-    until(lambda: follower_of(d).ask)
+    until(lambda: follower_of(d).question)
     assert waits(d, asked)
     p.add()
     until(lambda: not waits(d, asked))
@@ -447,7 +448,7 @@ def test_names_of_blocks_are_those_that_were_not_told(p, d):
     piece_of(d)
     (follower,) = d.decode._following._followers._followers
     until(lambda: follower.tokens == 64)
-    question = follower.next_question()
+    question = _TicketQuestion([follower]).message(5.0)
     p.results(p.build(at_p=64))
     (told,) = table.progress(question).blocks
     assert (told.first, text_to_ids(told.ids, 99).tolist()) == (4, tables(d)[0][4:8])

@@ -215,7 +215,7 @@ def test_a_ticket_that_was_never_known_is_waited_for(p, d):  # noqa: F811
     asked = request("r", N, params=p.params_of_d())
     d.on_request_added(asked)
     assert waits(d, asked)
-    until(lambda: follower_of(d).ask)
+    until(lambda: follower_of(d).question)
     assert waits(d, asked)
     p.add()
     until(lambda: not waits(d, asked))

@@ -10,8 +10,6 @@ pytest.importorskip("cryptography")
 
 from kvhma.nixl import WARM_UP, Agent
 from kvhma.vllm.cache_device import HOST
-from kvhma.vllm.wire.peers import Peers
-from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.worker import notifications
 from kvhma.vllm.worker.notifications import NotificationDrain
 from support.counted import Counted
@@ -29,8 +27,7 @@ class Drained:
         self.nixl = FakeNixl("P", self.net)
         self.agent = Agent("P", nixl=self.nixl)
         self.counted = Counted()
-        self.peers = Peers(1, Secrets(), self.counted)
-        NotificationDrain(self.agent, HOST, self.peers, self.counted)
+        self.drain = NotificationDrain(self.agent, HOST, self.counted)
 
     @property
     def dropped(self):
@@ -41,8 +38,8 @@ class Drained:
 def drained(monkeypatch):
     made = Drained(monkeypatch)
     yield made
-    made.peers.close()
-    assert not any(thread.name == "kvhma-peers" for thread in threading.enumerate())
+    made.drain.close(5)
+    assert not any(thread.name == "kvhma-notifications" for thread in threading.enumerate())
 
 
 def test_strangers_fill_nothing(drained):
@@ -58,7 +55,7 @@ def test_errors_end_nothing(drained):
     drained.nixl.inbox.append(("stranger", b"x"))
     until(lambda: drained.dropped == 1)
     assert not drained.net.fail["get_new_notifs"]
-    assert drained.counted.by_label("thread_restarts") == {"kvhma-peers": 1}, (
+    assert drained.counted.by_label("thread_restarts") == {"kvhma-notifications": 1}, (
         "what is no Exception begins the thread anew"
     )
 

@@ -268,7 +268,7 @@ def test_every_thread_chooses_the_device_first_and_none_waits_for_all_of_it(p, s
     assert by_thread.keys() == {
         "kvhma-reads",
         "kvhma-handshake",
-        "kvhma-peers",
+        "kvhma-notifications",
     }
     for name, calls in by_thread.items():
         assert [call.what for call in calls[:2]] == ["choose", "first operation"], name

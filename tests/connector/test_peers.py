@@ -342,6 +342,32 @@ def test_a_callback_that_fails_and_a_task_that_fails(asking: Peers) -> None:
         assert asking.ask(p.at, INFO, EngineInfo).result(END).engine_id == "p"
 
 
+def test_a_task_that_always_fails_keeps_no_other_from_running(asking: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_RETRY_SECONDS", 0.05)
+    runs: list[float] = []
+
+    def fails(_: float) -> float:
+        raise ValueError("a mistake")
+
+    def works(now: float) -> float:
+        runs.append(now)
+        return now + 0.05
+
+    asking.run_task(fails)
+    asking.run_task(works)
+    until(lambda: len(runs) > 5)
+
+
+def test_a_question_that_is_asked_anew_does_not_use_an_old_connection(asking: Peers) -> None:
+    """Another engine may be behind an address by now, while the old one still answers over its connections."""
+    with listening() as p:
+        asking.ask(p.at, INFO, EngineInfo).result(END)
+        (old,) = asking.pool(p.at)._idle
+        call = asking.ask(p.at, INFO, EngineInfo, anew=True)
+        assert call.result(END).engine_id == "p"
+        assert asking.pool(p.at)._idle == [old]
+
+
 def test_no_thread_can_be_started(asking: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -349,6 +375,7 @@ def test_no_thread_can_be_started(asking: Peers, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", none_left)
         call = asking.ask(Address("127.0.0.1", 1), INFO, EngineInfo)
+        assert not asking.run_task(lambda now: now + 1)
     with pytest.raises(HandshakeTimeoutError, match="no thread could be started"):
         call.result(END)
     with listening() as p:

@@ -279,6 +279,21 @@ def test_a_transport_without_a_device_for_a_peer_says_so(world, monkeypatch):
         world.acquire(remote)
 
 
+def test_a_handshake_uses_no_connection_with_an_earlier_engine(world):
+    """A service's address may lead to a new engine, while the old one still answers over open connections."""
+    remote = world.prefill(*world.workers())
+    engine = world.acquire(remote)
+    old = world.engines.side_channel.pool(engine.numeric).take_idle_client()
+    world.engines.side_channel.pool(engine.numeric).release_client(old)
+    world.engines.release_engine(engine)
+    assert world.engines.evict_engine(engine, time.monotonic())
+    again = world.acquire(remote)
+    idle = world.engines.side_channel.pool(again.numeric).take_idle_client()
+    assert idle is not None, "the handshake's, for the first question about a lease"
+    assert idle is not old
+    idle.close()
+
+
 def test_a_passing_failure_stands_for_nothing(world):
     hellos = world.workers()
     remote = world.prefill(*hellos)
@@ -735,7 +750,7 @@ def test_an_engine_that_is_not_used_is_let_go_and_connected_anew(world):
     until(lambda: len(remotes(world)) == 2)
     assert world.counted.numbers["idle_engines"] == 1
     assert first.gone is not None
-    assert world.engines.peers.pool(first.numeric).take_idle_client() is None
+    assert world.engines.side_channel.pool(first.numeric).take_idle_client() is None
     time.sleep(0.5)
     assert other.gone is None, "a load has acquired it"
     assert world.acquire(other_remote) is other

@@ -509,7 +509,7 @@ def test_a_silent_p_costs_a_bounded_number_of_questions(p):
         for number in range(20):
             d.start(**{f"r{number}": (p.remote(f"r{number}", [1]), [1])})
             time.sleep(0.01)
-        assert len(d.worker._engines.peers._active) <= 1
+        assert len(d.worker._engines.side_channel._active) <= 1
         go_on.set()
         d.ended(*(f"r{number}" for number in range(20)))
     finally:

@@ -70,8 +70,7 @@ class EngineLoop:
         if self._due or engine is None or not engine.is_running() or engine.is_scheduler_paused():
             return True
         if not self._is_checking:
-            self._is_checking = True
-            self._peers.run_task(self._tick, at=time.monotonic() + _TICK_SECONDS)
+            self._is_checking = self._peers.run_task(self._tick, at=time.monotonic() + _TICK_SECONDS)
         return False
 
     def _tick(self, now: float) -> float:

@@ -26,7 +26,7 @@ _CLOSE_SECONDS = 1.0
 """How long :meth:`LeaseRenewer.close` waits for replies."""
 
 _MAX_SESSIONS = 1024
-"""Bound of the sessions; beyond it a new session replaces the oldest one with an unknown peer.
+"""Bound of the sessions; beyond it a new session replaces the oldest one whose last message failed, if there is one.
 
 With more sessions the choice would take longer, under a lock for which the engine's steps wait.
 """
@@ -99,6 +99,11 @@ class _Session:
             return self.used_at + _KEPT_SECONDS
         return max(self.retry_at, 0.0 if self.fresh or self.releases else self.renew_at)
 
+    @property
+    def has_releases(self) -> bool:
+        """Whether a release has no reply yet."""
+        return bool(self.releases or (self.message is not None and self.message.released))
+
     def track_claim(self, claim: LeaseClaim, every: float, now: float) -> None:
         """Renew a claim at once, and regularly from then on."""
         if claim not in self.claims:
@@ -167,7 +172,7 @@ class LeaseRenewer:
         """Start without sessions.
 
         Args:
-            peers: ask P; their thread runs all that is private here, but for what `track_claim` and `release_claim` do.
+            peers: ask P. Their thread sends messages and takes replies.
             counters: count the leases that D abandons.
         """
         self._peers = peers
@@ -199,11 +204,10 @@ class LeaseRenewer:
         self._peers.run_task(self._advance)
 
     def close(self) -> None:
-        """Wait a moment for replies. Claims whose release was not sent end with their leases."""
+        """Wait a moment until all releases have replies. Claims whose release was not sent end with their leases."""
         with self._changed:
             self._changed.wait_for(
-                lambda: not any(session.message or session.releases for session in self._sessions.values()),
-                _CLOSE_SECONDS,
+                lambda: not any(session.has_releases for session in self._sessions.values()), _CLOSE_SECONDS
             )
 
     def _session(self, address: Address) -> _Session:

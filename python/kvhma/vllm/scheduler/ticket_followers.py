@@ -123,8 +123,8 @@ class TicketFollower:
     """When D asked what P has not replied to; None after a reply."""
     retry_at: float = 0.0
     failures: int = 0
-    ask: _Ask | None = None
-    """The question without a reply."""
+    question: _TicketQuestion | None = None
+    """The one without a reply."""
 
     @property
     def is_over(self) -> bool:
@@ -134,7 +134,7 @@ class TicketFollower:
     @property
     def unread(self) -> int:
         """Bytes of an unfinished reply to the question about this ticket, and others after it."""
-        return self.ask.unread if self.ask is not None and self.ask.followers[0] is self else 0
+        return self.question.unread if self.question is not None and self.question.followers[0] is self else 0
 
     def on_progress(self, progress: Progress) -> None:
         """Store the progress that a reply reports.
@@ -232,7 +232,7 @@ class TicketFollower:
         return None if self.params is None else self.params | {"remote_host": address.host, "remote_port": address.port}
 
 
-class _Ask:
+class _TicketQuestion:
     """A question to P about some tickets. Only the thread uses it.
 
     Attributes:
@@ -246,8 +246,8 @@ class _Ask:
         self.call: Call[Progress]
         self.unread = 0
 
-    def question(self, max_wait: float) -> Follow:
-        """Return the question; P replies after `max_wait` seconds in any case."""
+    def message(self, max_wait: float) -> Follow:
+        """Return the message; P replies after `max_wait` seconds in any case."""
         first, *more = self.followers
         return Follow(
             first.ticket.id,
@@ -275,7 +275,7 @@ class _Engine:
 
     Attributes:
         followers: those whose turn is next come first.
-        asks: questions without a reply.
+        questions: those without a reply.
         replies: whether P has replied to the last question that ended.
         silent_since: when D asked what P has not replied to, after its last reply; None if P has replied.
         error: why P has not replied.
@@ -283,22 +283,22 @@ class _Engine:
 
     def __init__(self) -> None:
         self.followers: dict[TicketFollower, None] = {}
-        self.asks: dict[_Ask, None] = {}
+        self.questions: dict[_TicketQuestion, None] = {}
         self.replies = False
         self.silent_since: float | None = None
         self.error = ""
 
-    def next_asks(self, now: float) -> list[_Ask]:
+    def next_questions(self, now: float) -> list[_TicketQuestion]:
         """Return the questions to ask now: one about each ticket, or about several if there are too many tickets."""
         free = [
             follower
             for follower in self.followers
-            if follower.ask is None and not follower.is_over and follower.retry_at <= now
+            if follower.question is None and not follower.is_over and follower.retry_at <= now
         ]
-        room = MAX_AT_ADDRESS - len(self.asks)
+        room = MAX_AT_ADDRESS - len(self.questions)
         size = min(MAX_TICKETS_ASKED, -(-len(free) // max(1, room)))
-        asks: list[_Ask] = []
-        while free and len(asks) < room:
+        questions: list[_TicketQuestion] = []
+        while free and len(questions) < room:
             chosen: dict[bytes, TicketFollower] = {}
             left: list[TicketFollower] = []
             for follower in free:
@@ -307,15 +307,15 @@ class _Engine:
                     chosen[follower.ticket.id] = follower
                 else:
                     left.append(follower)
-            asks.append(_Ask(chosen.values()))
+            questions.append(_TicketQuestion(chosen.values()))
             free = left
-        return asks
+        return questions
 
-    def note_end(self, ask: _Ask) -> None:
+    def note_end(self, question: _TicketQuestion) -> None:
         """Note the end of a question: its tickets come last now."""
-        del self.asks[ask]
-        for follower in ask.followers:
-            follower.ask = None
+        del self.questions[question]
+        for follower in question.followers:
+            follower.question = None
             self.put_last(follower)
 
     def put_last(self, follower: TicketFollower) -> None:
@@ -398,67 +398,71 @@ class TicketFollowers:
         for address, engine in list(self._engines.items()):
             for gone in [follower for follower in engine.followers if follower not in wanted]:
                 del engine.followers[gone]
-            for ask in [ask for ask in engine.asks if engine.followers.keys().isdisjoint(ask.followers)]:
-                self._peers.cancel(ask.call)
-            self._ask(address, engine)
+            for question in list(engine.questions):
+                if engine.followers.keys().isdisjoint(question.followers):
+                    self._peers.cancel(question.call)
+            self._ask_about_tickets(address, engine)
             if not engine.followers:
                 del self._engines[address]
         due = now + _CHECK_SECONDS if wanted else math.inf
         return min([due, *(follower.retry_at for follower in wanted if follower.retry_at > now)])
 
-    def _ask(self, address: Address, engine: _Engine) -> None:
-        for ask in engine.next_asks(time.monotonic()):
-            engine.asks[ask] = None
-            for follower in ask.followers:
-                follower.ask = ask
+    def _ask_about_tickets(self, address: Address, engine: _Engine) -> None:
+        for question in engine.next_questions(time.monotonic()):
+            engine.questions[question] = None
+            for follower in question.followers:
+                follower.question = question
             # The first reply comes at once: then the engine is no unknown peer any more.
-            question = ask.question(_MAX_WAIT_SECONDS if engine.replies else 0.0)
-            ask.call = self._peers.ask(address, question, Progress, on_received=partial(self._note_received, ask))
-            ask.call.add_done_callback(partial(self._on_end, address, engine, ask))
+            message = question.message(_MAX_WAIT_SECONDS if engine.replies else 0.0)
+            question.call = self._peers.ask(
+                address, message, Progress, on_received=partial(self._note_received, question)
+            )
+            question.call.add_done_callback(partial(self._on_end, address, engine, question))
 
-    def _on_end(self, address: Address, engine: _Engine, ask: _Ask, call: Future[Progress]) -> None:
+    def _on_end(self, address: Address, engine: _Engine, question: _TicketQuestion, call: Future[Progress]) -> None:
         """Store a reply, or retry; and ask again."""
-        engine.note_end(ask)
+        engine.note_end(question)
         if call.cancelled():
             return
         try:
-            self._on_reply(engine, ask, call.result())
+            self._on_reply(engine, question, call.result())
         except (HandshakeError, RequestError) as error:
-            begun = min(ask.call.begun, time.monotonic())  # D's own queue is no silence of P
+            begun = min(question.call.begun, time.monotonic())  # D's own queue is no silence of P
             engine.replies = False
             engine.silent_since, engine.error = engine.silent_since or begun, str(error)
-            for follower in ask.followers:
+            for follower in question.followers:
                 follower.silent_since = follower.silent_since or begun
                 self._note_error(follower, error)
         except BaseException as error:  # it must not end the other followers
             peer_log.logger.exception("kvhma: following a ticket at %s failed", address)
-            for follower in ask.followers:
+            for follower in question.followers:
                 self._note_error(follower, RequestError(f"internal error of this engine: {type(error).__name__}"))
             if not isinstance(error, Exception):
                 raise
-        self._ask(address, engine)
+        self._ask_about_tickets(address, engine)
         now = time.monotonic()
-        if retries := [follower.retry_at for follower in ask.followers if follower.retry_at > now]:
+        if retries := [follower.retry_at for follower in question.followers if follower.retry_at > now]:
             self._peers.run_task(self._advance, at=min(retries))
 
-    def _on_reply(self, engine: _Engine, ask: _Ask, progress: Progress) -> None:
+    def _on_reply(self, engine: _Engine, question: _TicketQuestion, progress: Progress) -> None:
         """Store the progress of a ticket, and note which tickets P has none of.
 
         Raises:
             HandshakeError: it is of a ticket that D has not asked about.
         """
+        # P looks at the tickets in order. It replies about the first with progress, or after all of them.
+        about, searched = question.followers[0], question.followers[:1]
+        if progress.ticket:
+            found = [at for at, follower in enumerate(question.followers) if follower.ticket.id == progress.ticket]
+            if not found:
+                raise HandshakeError(f"{question.call.address} replies about another ticket")
+            about, searched = question.followers[found[0]], question.followers[: found[0]]
+            if progress.version <= about.version:
+                searched = question.followers
         engine.replies, engine.silent_since = True, None
         now = time.monotonic()
-        for follower in ask.followers:
+        for follower in question.followers:
             follower.silent_since, follower.failures = None, 0
-        about, searched = ask.followers[0], ask.followers[:1]
-        if progress.ticket:
-            found = [at for at, follower in enumerate(ask.followers) if follower.ticket.id == progress.ticket]
-            if not found:
-                raise HandshakeError(f"{ask.call.address} replies about another ticket")
-            about, searched = ask.followers[found[0]], ask.followers[: found[0]]
-            if progress.version <= about.version:
-                searched = ask.followers
         engine.put_last(about)
         try:
             about.on_progress(progress)
@@ -467,23 +471,23 @@ class TicketFollowers:
         for follower in searched:
             if not follower.version and now - follower.begun > self._unknown_seconds:
                 own = ", and is this engine itself: set P's advertised_host to an address that reaches P from this host"
-                error_text = f"{ask.call.address} does not know the ticket"
+                error_text = f"{question.call.address} does not know the ticket"
                 follower.error = follower.error or error_text + (own if follower.is_own else "")
         self.progressed.set()
 
-    def _note_received(self, ask: _Ask, count: int) -> None:
+    def _note_received(self, question: _TicketQuestion, count: int) -> None:
         """Note the bytes of an unfinished reply; end the largest if all have too many.
 
         Raises:
             RequestError: this reply is too long, or is the largest.
         """
-        ask.note_received(count)
-        asks = [asked for engine in self._engines.values() for asked in engine.asks]
-        if sum(asked.unread for asked in asks) <= MAX_UNREAD_BYTES:
+        question.note_received(count)
+        questions = [asked for engine in self._engines.values() for asked in engine.questions]
+        if sum(asked.unread for asked in questions) <= MAX_UNREAD_BYTES:
             return
-        largest = max(asks, key=lambda asked: asked.unread)
+        largest = max(questions, key=lambda asked: asked.unread)
         error = RequestError(f"unfinished replies have more than {MAX_UNREAD_BYTES >> 20} MiB")
-        if largest is ask:
+        if largest is question:
             raise error
         for follower in largest.followers:
             self._note_error(follower, error)

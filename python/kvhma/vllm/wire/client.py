@@ -41,7 +41,7 @@ from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.sockets import keep_alive
 
 _CHUNK = 256 << 10
-FOLLOW_SECONDS = 2.0
+_FOLLOW_SECONDS = 2.0
 """Least time for an answer to `Follow`, after the time that the question lets it wait: a listener may be a second late.
 """
 
@@ -161,9 +161,7 @@ class Client:
         self.waiting, self._asked = True, type(question).__name__
         self._unsent = memoryview(data)
         self._limit = _MAX_BYTES.get(type(question), MAX_ANSWER_BYTES)
-        self._answer_seconds = self._timeout
-        if isinstance(question, Follow):
-            self._answer_seconds = max(self._timeout, FOLLOW_SECONDS) + question.max_wait_seconds
+        self._answer_seconds = answer_seconds(question, self._timeout)
         self._last_deadline = deadline
         self.deadline = min(self.deadline, deadline)
         if self._opening is None:
@@ -379,6 +377,13 @@ class ClientPool:
             idle, self._idle = self._idle, []
         for client in idle:
             client.close()
+
+
+def answer_seconds(question: Question, seconds: float) -> float:
+    """Return how long an answer may take, if one that the listener knows at once may take some `seconds`."""
+    if isinstance(question, Follow):
+        return max(seconds, _FOLLOW_SECONDS) + question.max_wait_seconds
+    return seconds
 
 
 def _ready(of: socket.socket, events: int, seconds: float) -> bool:

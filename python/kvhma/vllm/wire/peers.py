@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one way from this process to the listeners of other engines: a thread asks them, so that no caller waits.
+"""How a scheduler or a worker reaches the listeners of other engines: a thread asks, so that no caller waits.
 
 ask -> queued -> look-up of a name -> connecting -> asked -> answered, or an error
          |                                            |
@@ -23,7 +23,7 @@ from typing import Any
 from kvhma.errors import HandshakeError, HandshakeTimeoutError
 from kvhma.vllm.counters import Counters
 from kvhma.vllm.threads import SupervisedThread
-from kvhma.vllm.wire.client import FOLLOW_SECONDS, AnswerT, Client, ClientPool
+from kvhma.vllm.wire.client import AnswerT, Client, ClientPool, answer_seconds
 from kvhma.vllm.wire.messages import Follow, Question
 from kvhma.vllm.wire.names import is_numeric, look_up
 from kvhma.vllm.wire.params import Address
@@ -32,8 +32,10 @@ from kvhma.vllm.wire.room import MAX_AT_ADDRESS, Room
 from kvhma.vllm.wire.secrets import Secrets
 
 _MAX_QUEUED_AT_ADDRESS = 128
+"""Most calls at one address that wait for room. Further calls fail at once."""
+
 _MAX_QUEUED = 8192
-"""Most calls that wait for room, at one address and at all: beyond it, calls to unknown peers fail at once."""
+"""Most calls that wait for room. Further calls to unknown peers fail at once."""
 
 _RESPONSIVE_SECONDS = 1.0
 """An engine is responsive if it answers within this time, and the time for which the question lets it wait."""
@@ -42,12 +44,19 @@ _IDLE_SECONDS = 60.0
 """How long an idle connection stays."""
 
 _TURN_SECONDS = 1.0
-"""Longest time between two turns of the thread, and the pause after a task that has failed."""
+"""Longest time between two turns of the thread, and between two looks for connections to close."""
+
+_RETRY_SECONDS = 1.0
+"""Pause after a task that has failed."""
+
+_CLOSE_SECONDS = 1.0
+"""How long :meth:`Peers.close` waits for the thread."""
 
 _BUSY_SECONDS = 0.01
 """Processor time after which the thread pauses as long: peers decide how much they send."""
 
 _DRAIN = 4096
+"""Most wake-ups that one turn takes."""
 
 Task = Callable[[float], float]
 """Takes the time on the monotonic clock, and returns when it wants to run again."""
@@ -71,6 +80,7 @@ class Call(Future[AnswerT]):
         self.begun = self.deadline = math.inf
         """When the thread began to ask, and until when it waits for what comes next."""
         self.last_deadline = math.inf
+        self.anew = False
         self.name: Future[Address] | None = None
         """The look-up of the address, until it is done."""
         self.client: Client | None = None
@@ -81,7 +91,7 @@ class Call(Future[AnswerT]):
 
 
 class Peers:
-    """Asks other engines. A process has one; any thread may use it.
+    """Asks other engines. A scheduler has one, and so has each worker; any thread may use it.
 
     It asks responsive engines at once, and new engines after a moment, also if clients name hundreds of silent
     addresses: see :class:`kvhma.vllm.wire.room.Room`.
@@ -91,7 +101,7 @@ class Peers:
     """
 
     def __init__(self, timeout: float, secrets: Secrets, counters: Counters) -> None:
-        """Start without a thread: the first question starts it.
+        """Start without a thread: the first question or task starts it.
 
         Args:
             timeout: see above.
@@ -131,6 +141,7 @@ class Peers:
         *,
         deadline: float = math.inf,
         on_received: Callable[[int], None] | None = None,
+        anew: bool = False,
     ) -> Call[AnswerT]:
         """Ask an engine. The result of the call is the answer, or a `HandshakeError`; its callbacks run in the thread.
 
@@ -141,9 +152,11 @@ class Peers:
             deadline: for the answer, on the monotonic clock; the timeout holds beside it.
             on_received: the thread calls it with the bytes so far of an unfinished answer. The call fails with what it
                 raises.
+            anew: whether to ask over a new connection, and close it: an old one may lead to another host than the
+                address does now.
         """
         call = Call(address, question, kind, on_received)
-        call.last_deadline = deadline
+        call.last_deadline, call.anew = deadline, anew
         with self._lock:
             closing = self._closing
             if not closing:
@@ -175,10 +188,15 @@ class Peers:
         if pool is not None:
             pool.close()
 
-    def run_task(self, task: Task, at: float = 0.0) -> None:
-        """Run a task in the thread, at a time on the monotonic clock or before, and again when it wants to."""
+    def run_task(self, task: Task, at: float = 0.0) -> bool:
+        """Run a task in the thread, at a time on the monotonic clock or before, and again when it wants to.
+
+        Returns:
+            Whether the thread runs. If it does not, a later question or task starts it.
+        """
         self._plan_task(task, at)
         self._wake()
+        return self._thread is not None
 
     def close(self) -> None:
         """Stop the thread. Calls without an answer fail."""
@@ -186,7 +204,7 @@ class Peers:
             self._closing = True
         self._wake()
         if self._thread is not None:
-            self._thread.join(_TURN_SECONDS)
+            self._thread.join(_CLOSE_SECONDS)
         while self._asked:
             call = self._asked.popleft()
             _fail(call, HandshakeTimeoutError(f"{call.address} is not asked: this engine stops"))
@@ -264,13 +282,16 @@ class Peers:
         with self._lock:
             due = [task for task, at in self._tasks.items() if at <= now]
             self._tasks |= dict.fromkeys(due, math.inf)
-        wanted = dict.fromkeys(due, now + _TURN_SECONDS)
-        try:
-            for task in due:
-                wanted[task] = task(now)
-        finally:
-            for task in due:
-                self._plan_task(task, wanted[task])
+        error: BaseException | None = None
+        for task in due:
+            wanted = now + _RETRY_SECONDS
+            try:
+                wanted = task(now)
+            except BaseException as raised:  # the other tasks run all the same
+                error = error or raised
+            self._plan_task(task, wanted)
+        if error is not None:
+            raise error
 
     def _take_calls(self) -> None:
         """Queue new calls, and drop cancelled ones."""
@@ -340,7 +361,7 @@ class Peers:
                 raise
 
     def _begin(self, call: Call[Any]) -> None:
-        call.client = self.pool(call.address).take_idle_client()
+        call.client = None if call.anew else self.pool(call.address).take_idle_client()
         call.is_over_idle = call.client is not None
         if call.is_over_idle:
             self._send(call)
@@ -372,9 +393,7 @@ class Peers:
             self._take_name(call)
         elif client.poll():
             answer = client.receive(call.kind)
-            seconds = _RESPONSIVE_SECONDS
-            if isinstance(call.question, Follow):
-                seconds += call.question.max_wait_seconds + FOLLOW_SECONDS
+            seconds = answer_seconds(call.question, _RESPONSIVE_SECONDS)
             self._release(call, in_time=time.monotonic() - call.begun <= seconds)
             if call.set_running_or_notify_cancel():
                 call.set_result(answer)
@@ -418,7 +437,10 @@ class Peers:
         client, call.client = call.client, None
         if client is not None:
             client.on_received = None
-            self.pool(call.address).release_client(client)
+            if call.anew:
+                client.close()
+            else:
+                self.pool(call.address).release_client(client)
         if in_time:
             self._room.note_answer(call.address)
         elif in_time is not None:

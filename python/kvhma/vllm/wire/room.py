@@ -13,7 +13,10 @@ from collections import Counter, OrderedDict
 from kvhma.vllm.wire.params import Address
 
 MAX_WAITING = 2048
-"""Most calls that wait for an answer at a time; at most a quarter of the process's file descriptors, too."""
+"""Most calls that wait for an answer at a time; at most an eighth of the process's file descriptors, too.
+
+As many connections may be idle, and a process may have two of these: its scheduler's and its worker's.
+"""
 
 _UNKNOWN_SHARE = 3 / 4
 """Share of these that may wait for unknown peers."""
@@ -22,11 +25,13 @@ _LONG_SHARE = 1 / 2
 """Share of these that may be long: the peer decides when it answers."""
 
 MAX_AT_ADDRESS = 64
+"""Most short calls that wait for one responsive engine, and most long ones."""
+
 MAX_AT_UNKNOWN_ADDRESS = 4
-"""Most short calls, and most long ones, that wait for one engine; and for one unknown peer."""
+"""Most short calls that wait for one unknown peer, and most long ones."""
 
 _MAX_REMEMBERED = 4096
-"""Of so many engines it remembers that they are responsive, and of so many peers that they failed."""
+"""Most responsive engines, and most failed peers, that it remembers."""
 
 
 class Room:
@@ -34,7 +39,7 @@ class Room:
 
     def __init__(self) -> None:
         """Start without calls."""
-        self._limit = max(4, min(MAX_WAITING, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        self._limit = max(4, min(MAX_WAITING, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
         self._waiting: Counter[tuple[Address, bool]] = Counter()
         """Short and long calls that wait, by address."""
         self._waiting_unknown = self._waiting_long = self._waiting_all = 0

@@ -33,7 +33,7 @@ class IdleEngineWatch:
     def __init__(self, context: WorkerContext, engines: PrefillEngines, counters: Counters) -> None:
         """Start to look for idle engines, unless the setting says never to evict."""
         self._engines = engines
-        self._peers = engines.peers
+        self._peers = engines.side_channel
         self._counters = counters
         setting = context.settings.engine_ttl
         self._spare_living = setting is None

@@ -58,7 +58,7 @@ class LeaseQuestion:
             claims: what was read, and by which reader; at most `MAX_CLAIMS`.
             outcomes: of each claim, to release the claims that P held; empty to release nothing.
             contents: whether to ask P for the content digests of the blocks, too. Then nothing is released.
-            timeout: seconds to wait for the answer, and the same for a new connection.
+            timeout: seconds to wait for the answer; without an answer over an idle connection, twice as long again.
             proving: checks that the answer comes from the engine that was read; None without proofs.
         """
         self._peers = peers

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import time
+import threading
 
 from kvhma.errors import KvhmaError
 from kvhma.nixl import Agent
 from kvhma.vllm.cache_device import CacheDevice
 from kvhma.vllm.counters import Counters
+from kvhma.vllm.threads import SupervisedThread
 from kvhma.vllm.wire import peer_log
-from kvhma.vllm.wire.peers import Peers
 
 _INTERVAL_SECONDS = 1.0
 _BUSY_SECONDS = 0.01
@@ -20,18 +20,25 @@ _MANY = 1024
 
 
 class NotificationDrain:
-    """Reads and drops notifications, in the thread of :class:`kvhma.vllm.wire.peers.Peers`."""
+    """Reads and drops notifications in a separate thread, which may wait for NIXL's lock."""
 
-    def __init__(self, agent: Agent, device: CacheDevice, peers: Peers, counters: Counters) -> None:
+    def __init__(self, agent: Agent, device: CacheDevice, counters: Counters) -> None:
         """Start to drop and count an agent's notifications."""
         self._agent = agent
-        self._device = device
         self._counters = counters
-        peers.run_task(self._run, at=time.monotonic() + _INTERVAL_SECONDS)
+        self._closed = threading.Event()
+        self._thread = SupervisedThread("kvhma-notifications", device.chosen(self._run), counters)
 
-    def _run(self, now: float) -> float:
-        self._device.choose()
-        return now + (_BUSY_SECONDS if self._drain() > _MANY else _INTERVAL_SECONDS)
+    def close(self, timeout: float) -> None:
+        """Stop the thread."""
+        self._closed.set()
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        pause = _INTERVAL_SECONDS
+        while not self._closed.wait(pause):
+            number = self._drain()
+            pause = _BUSY_SECONDS if number > _MANY else _INTERVAL_SECONDS
 
     def _drain(self) -> int:
         try:

@@ -42,13 +42,13 @@ class Preconnector:
         """
         if self._addresses and not self._has_started:
             self._has_started = True
-            self._engines.peers.run_task(self._ask)
+            self._engines.side_channel.run_task(self._ask)
 
     def _ask(self, now: float) -> float:
         for address in self._addresses:
             if address not in self._asked and self._refused_until.get(address, 0.0) <= now:
                 self._asked.add(address)
-                call = self._engines.peers.ask(address, AskEngineInfo(PROTOCOL), EngineInfo)
+                call = self._engines.side_channel.ask(address, AskEngineInfo(PROTOCOL), EngineInfo, anew=True)
                 call.add_done_callback(partial(self._on_answer, address))
         return now + _INTERVAL_SECONDS
 

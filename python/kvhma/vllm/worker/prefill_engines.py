@@ -9,6 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvhma._kvhma import Plan
@@ -89,7 +90,7 @@ class PrefillEngines:
     Engines of the setting ``prefill_engines`` always have room. Beside them there is room for ``max_peers`` others.
 
     Attributes:
-        peers: ask their schedulers.
+        side_channel: asks their schedulers.
     """
 
     def __init__(self, context: WorkerContext, counters: Counters) -> None:
@@ -99,7 +100,7 @@ class PrefillEngines:
         self._agent = context.agent
         self._boards = BoardMemory(context.agent)
         self._counters = counters
-        self.peers = Peers(self._settings.handshake_timeout, context.secrets, counters)
+        self.side_channel = Peers(self._settings.handshake_timeout, context.secrets, counters)
         room = self._settings.max_peers + len(self._settings.prefill_engines)
         self._budget = IdentityBudget(_MAX_IDENTITIES_BYTES, room)
         self._known_budget = IdentityBudget(_MAX_IDENTITIES_BYTES, room)
@@ -193,7 +194,7 @@ class PrefillEngines:
 
         Args:
             address: where its scheduler listens.
-            info: its answer.
+            info: its answer to `AskEngineInfo`.
             after_handshake: as for :meth:`acquire_engine`.
 
         Raises:
@@ -208,7 +209,7 @@ class PrefillEngines:
         """Close all side channels, but not the agent, which owns the connections."""
         with self._lock:
             self._engines.clear()
-        self.peers.close()
+        self.side_channel.close()
 
     # --- known engines; with the lock held -----------------------------------------------------------------
 
@@ -335,7 +336,8 @@ class PrefillEngines:
         timeout = self._settings.handshake_timeout
         numeric = resolve(remote.address, timeout)
         peers: list[Peer | None] = []
-        client = self.peers.pool(numeric).take_client()
+        self.side_channel.close_idle(numeric)  # these may lead to an earlier engine
+        client = self.side_channel.pool(numeric).take_client()
         try:
             plan, identities = self._agree(remote, client)
             for index, identity in enumerate(identities):
@@ -349,11 +351,11 @@ class PrefillEngines:
             raise
         finally:
             self._budget.note_stored(remote, 0)
-        self.peers.pool(numeric).release_client(client)
+        self.side_channel.pool(numeric).release_client(client)
         proving = None if self._context.secrets.enabled else self._proving(identities[0].engine_key)
         stored = sum(len(identity.data) for identity in identities)
         return PrefillEngine(
-            remote.address, remote.incarnation_id, plan, peers, self.peers, numeric, proving, boards, stored
+            remote.address, remote.incarnation_id, plan, peers, self.side_channel, numeric, proving, boards, stored
         )
 
     def _boards_of(self, peers: list[Peer | None]) -> tuple[BoardReader, ...]:
@@ -427,12 +429,17 @@ class PrefillEngines:
     def _begin_disconnect(self, engine: PrefillEngine) -> None:
         """Disconnect in another thread: disconnecting waits for reads of boards in flight."""
         try:
-            in_thread("kvhma-handshake", self._context.device.chosen(lambda: self._disconnect(engine)))
+            done = in_thread("kvhma-handshake", self._context.device.chosen(lambda: self._disconnect(engine)))
         except RuntimeError:  # there can be no more threads
             self._disconnect(engine)
+        else:
+            done.add_done_callback(_log_failure)
 
     def _disconnect(self, engine: PrefillEngine) -> None:
-        self.peers.close_idle(engine.numeric)
+        with self._lock:
+            used = any(known.numeric == engine.numeric for known in self._engines.values())
+        if not used:
+            self.side_channel.close_idle(engine.numeric)
         for board in engine.boards:
             board.close()
         self._disconnect_peers(engine.peers)
@@ -456,6 +463,11 @@ class PrefillEngines:
             except KvhmaError as error:
                 # Its transfers are still in flight, so the peer stays unusable until the agent is closed.
                 logger.warning("kvhma: %s", error)
+
+
+def _log_failure(done: Future[None]) -> None:
+    if (error := done.exception()) is not None:
+        logger.error("kvhma: internal error while an engine was disconnected", exc_info=error)
 
 
 def _sizes(info: EngineInfo) -> tuple[int, int]:

@@ -46,8 +46,8 @@ class KvhmaWorker:
         self._pump = ReadPump(context, memory, self._engines, self._results)
         self._prefill_sums = PrefillSums(geometry, self._results, context.cp_tp_size)
         self._preconnector = Preconnector(context, self._engines)
-        NotificationDrain(agent, context.device, self._engines.peers, stats)
-        IdleEngineWatch(context, self._engines, stats)
+        self._notifications = NotificationDrain(agent, context.device, stats)
+        self._idle_engines = IdleEngineWatch(context, self._engines, stats)
         self._stall_watch = StallWatch(stats)
         self._short_loads: set[str] = set()
         self._was_idle = False
@@ -121,6 +121,7 @@ class KvhmaWorker:
             raise TransferError(f"the caches cannot be unregistered: {reads} reads have not ended")
         self._pump.close()
         self._stall_watch.close()
+        self._notifications.close(self._stop_seconds)
         self._prefill_sums.close(self._stop_seconds)
         self._pump.join(self._stop_seconds)
         self._engines.close()
