@@ -21,7 +21,8 @@ import pytest
 from kvhma.vllm.counters import Counters
 from kvhma.vllm.scheduler import ticket_followers
 from kvhma.vllm.scheduler.offers import MAX_TICKETS, TicketTable
-from kvhma.vllm.scheduler.ticket_followers import MAX_FOLLOWED, TicketFollower, TicketFollowers
+from kvhma.vllm.scheduler.ticket_follower import TicketFollower
+from kvhma.vllm.scheduler.ticket_followers import MAX_FOLLOWED, TicketFollowers
 from kvhma.vllm.wire import connections, peers, room
 from kvhma.vllm.wire.messages import Done, Follow, Progress, Settled, Unfollow, frame
 from kvhma.vllm.wire.params import Address, Incarnation

@@ -13,7 +13,7 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 from kvhma._kvhma import text_to_ids
 from kvhma.vllm.metadata import WorkerReport
 from kvhma.vllm.scheduler.offers import OfferState
-from kvhma.vllm.scheduler.ticket_followers import _TicketQuestion
+from kvhma.vllm.scheduler.ticket_follower import TicketQuestion
 from support.schedulers import STEP, blocks, manager, output, request, scheduler, tables
 from support.waiting import until
 
@@ -448,7 +448,7 @@ def test_names_of_blocks_are_those_that_were_not_told(p, d):
     piece_of(d)
     (follower,) = d.decode._following._followers._followers
     until(lambda: follower.tokens == 64)
-    question = _TicketQuestion([follower]).message(5.0)
+    question = TicketQuestion([follower]).message(5.0)
     p.results(p.build(at_p=64))
     (told,) = table.progress(question).blocks
     assert (told.first, text_to_ids(told.ids, 99).tolist()) == (4, tables(d)[0][4:8])

@@ -23,7 +23,7 @@ from connector.test_following import (  # noqa: F401
     waits,
 )
 from kvhma.vllm.metadata import LocalWorkerIdentity
-from kvhma.vllm.scheduler import ticket_followers
+from kvhma.vllm.scheduler import ticket_follower
 from kvhma.vllm.scheduler.offers import OfferState
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
 from support.schedulers import STEP, kept, output, request, tables
@@ -144,7 +144,7 @@ def test_p_that_answers_for_ever_does_not_keep_blocks(p, d, monkeypatch):  # noq
     followed(d, p)
     p.results(p.build(at_p=32))
     piece_of(d)
-    monkeypatch.setattr(ticket_followers, "_STALL_SECONDS", 0.2)
+    monkeypatch.setattr(ticket_follower, "_STALL_SECONDS", 0.2)
     until(lambda: follower_of(d).error)
     assert not d.on_step(STEP).refusals, "a piece is being read"
     read(d)

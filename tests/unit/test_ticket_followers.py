@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 
 from kvhma.errors import RequestError
-from kvhma.vllm.scheduler import ticket_followers
-from kvhma.vllm.scheduler.ticket_followers import TicketFollower
+from kvhma.vllm.scheduler import ticket_follower
+from kvhma.vllm.scheduler.ticket_follower import TicketFollower
 from kvhma.vllm.wire.messages import Progress
 from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.tickets import Ticket
 
 TOKENS = 1_000_000
-STALL, LONGEST = ticket_followers._STALL_SECONDS, ticket_followers._LONGEST_SECONDS
+STALL, LONGEST = ticket_follower._STALL_SECONDS, ticket_follower._LONGEST_SECONDS
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     made = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(ticket_followers, "time", SimpleNamespace(monotonic=lambda: made.now))
+    monkeypatch.setattr(ticket_follower, "time", SimpleNamespace(monotonic=lambda: made.now))
     return made
 
 

@@ -17,7 +17,8 @@ from kvhma.geometry import Geometry, Span
 from kvhma.pieces import piece, piece_end, rest
 from kvhma.vllm.metadata import ReadCommand as ReadCommand
 from kvhma.vllm.scheduler.context import SchedulerContext
-from kvhma.vllm.scheduler.ticket_followers import TicketFollower, TicketFollowers
+from kvhma.vllm.scheduler.ticket_follower import TicketFollower
+from kvhma.vllm.scheduler.ticket_followers import TicketFollowers
 from kvhma.vllm.wire.params import LeaseKey, PrefillParams
 from kvhma.vllm.wire.tickets import Ticket
 
