@@ -319,6 +319,19 @@ def test_more_tickets_than_p_has_connections_share_a_few(d: TicketFollowers, mon
         assert not p.counted.refused
 
 
+def test_a_ticket_that_p_has_not_looked_for_is_not_unknown(d: TicketFollowers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P looks at the tickets of a question in order, and replies about the first that has progress."""
+    monkeypatch.setattr(ticket_followers, "MAX_AT_ADDRESS", 1)
+    impatient = TicketFollowers(d._peers, unknown_seconds=-1.0)
+    with closing(P()) as p:
+        tickets = [number.to_bytes(16, "big") for number in range(1, 33)]
+        for ticket in tickets:
+            p.open(ticket)
+        followers = [impatient.follow_ticket(Ticket(ticket, p.address), TOKENS) for ticket in tickets]
+        until(lambda: all(follower.source or follower.error for follower in followers))
+        assert not any(follower.error for follower in followers)
+
+
 def test_several_followers_of_each_ticket(d: TicketFollowers) -> None:
     """Samples of one prompt. Formerly an answer about one of them was given to another one, again and again."""
     tickets = [number.to_bytes(16, "big") for number in range(1, 101)]
