@@ -401,8 +401,10 @@ class Tickets:
 
     def __init__(self) -> None:
         self.versions: dict[bytes, int] = {}
+        self.asked: list[bytes] = []
 
     def progress(self, question: Any) -> Progress | None:
+        self.asked.append(question.ticket)
         version = self.versions.get(question.ticket, 0)
         return Progress(version) if version > question.seen else None
 
@@ -420,8 +422,9 @@ def test_a_question_about_several_tickets_waits_for_the_first_that_progresses(as
     with listening() as p:
         p._tickets = tickets = Tickets()
         assert asking.ask(p.at, question(0, 0.0), Progress).result(END) == Progress(0, ticket=first)
+        tickets.asked.clear()
         call = asking.ask(p.at, question(0, 60.0), Progress)
-        until(lambda: asking._active)
+        until(lambda: tickets.asked == [first, second, third, second])
         tickets.versions[third] = 7
         p.notify_progress(third)
         assert call.result(END) == Progress(7, ticket=third)
