@@ -167,9 +167,9 @@ def test_nobody_is_there(asking: Peers) -> None:
         asking.ask(Address("127.0.0.1", free_port()), INFO, EngineInfo).result(END)
 
 
-def test_a_deadline_before_the_timeout(asking: Peers, silent: Address) -> None:
-    with pytest.raises(HandshakeTimeoutError):
-        asking.ask(silent, INFO, EngineInfo, deadline=time.monotonic() + 0.1).result(4)
+def test_a_deadline_before_the_timeout(silent: Address) -> None:
+    with closing(Peers(10 * END, OPEN, Counted())) as asking, pytest.raises(HandshakeTimeoutError):
+        asking.ask(silent, INFO, EngineInfo, deadline=time.monotonic() + 0.1).result(END)
 
 
 def test_names(asking: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
