@@ -22,8 +22,9 @@ from kvhma.geometry import Geometry, Group, Region
 from kvhma.nixl import Agent, key_hash
 from kvhma.oracle import fill_source
 from kvhma.vllm.engine_facts import EngineFacts
+from kvhma.vllm.failures import Failure
 from kvhma.vllm.memory import DeviceMemory
-from kvhma.vllm.metadata import Failure, LoadDigest, LocalWorkerIdentity, WorkerReport
+from kvhma.vllm.metadata import LoadDigest, LocalWorkerIdentity, WorkerReport
 from kvhma.vllm.scheduler import lease_table
 from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.scheduler.scheduler import KvhmaScheduler

@@ -13,7 +13,8 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 from kvhma.geometry import Span
-from kvhma.vllm.metadata import DigestOrder, Failure, ReadCommand, StepMetadata, WorkerReport
+from kvhma.vllm.failures import Failure
+from kvhma.vllm.metadata import DigestOrder, ReadCommand, StepMetadata, WorkerReport
 from kvhma.vllm.tracing import Trace
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, Prefix

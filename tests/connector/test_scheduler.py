@@ -14,7 +14,8 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 from kvhma.vllm.allow_list import AllowedEngines
-from kvhma.vllm.metadata import Failure, WorkerReport
+from kvhma.vllm.failures import Failure
+from kvhma.vllm.metadata import WorkerReport
 from kvhma.vllm.scheduler.lease_table import OVERDUE_SECONDS
 from kvhma.vllm.wire.client import Client
 from kvhma.vllm.wire.messages import Leases, LeaseState, Outcome, Renew, write_claim

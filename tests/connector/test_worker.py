@@ -19,9 +19,10 @@ from kvhma.geometry import Geometry, Span
 from kvhma.nixl import Agent, key_hash
 from kvhma.oracle import cases
 from kvhma.vllm import stats
+from kvhma.vllm.failures import Failure
 from kvhma.vllm.identity import encode_extra
 from kvhma.vllm.memory import DeviceMemory
-from kvhma.vllm.metadata import Failure, ReadCommand, StepMetadata, WorkerReport
+from kvhma.vllm.metadata import ReadCommand, StepMetadata, WorkerReport
 from kvhma.vllm.scheduler.lease_table import LeaseTable
 from kvhma.vllm.settings import Settings
 from kvhma.vllm.stats import TransferStats

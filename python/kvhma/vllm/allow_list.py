@@ -8,7 +8,6 @@ import re
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvhma.vllm.wire.names import is_numeric
 from kvhma.vllm.wire.params import Address
 
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -66,7 +65,7 @@ class AllowedEngines:
             return False
         if isinstance(self.host, str):
             return self.host == _name(address.host)
-        if not is_numeric(address):
+        if not address.is_numeric:
             return False  # this includes "10.0.0.1/32", which looks like an address and would be looked up as a name
         numeric = _network(address.host.partition("%")[0])
         return numeric is not None and numeric.version == self.host.version and numeric[0] in self.host

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvhma.digests import ContentDigest
 from kvhma.errors import KvhmaError
 from kvhma.geometry import Span
+from kvhma.vllm.failures import Failure
 from kvhma.vllm.tracing import Trace
 from kvhma.vllm.wire.lease_board import BoardFile
 from kvhma.vllm.wire.messages import Outcome
@@ -172,28 +173,6 @@ def _packed(value: Any) -> bytes | int:
 
 def _spans(rows: Sequence[Any]) -> tuple[Span, ...]:
     return tuple(Span(first, np.frombuffer(ids, np.int64) if isinstance(ids, bytes) else ids) for first, ids in rows)
-
-
-CLIENTS_CAUSES = ("refused", "other_prompt", "state_ahead", "late_reader", "no_room")
-"""Causes that clients and proxies can provoke, so any client can fill the log with them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a load failed.
-
-    Attributes:
-        cause: one of `CLIENTS_CAUSES`, ``handshake``, ``unsupported``, ``request``, ``transfer``, ``peer_lost``,
-            ``expired``, ``digest``, ``internal``.
-        text: one line.
-        transient: whether a retry may succeed.
-        optional: whether the load is optional. Then vLLM does not learn of its failure.
-    """
-
-    cause: str
-    text: str
-    transient: bool
-    optional: bool = False
 
 
 @dataclass

@@ -51,7 +51,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 import kvhma
 from kvhma.errors import KvhmaError
-from kvhma.vllm.metadata import Failure, ReadCommand, StepMetadata, WorkerReport
+from kvhma.vllm.failures import Failure
+from kvhma.vllm.metadata import ReadCommand, StepMetadata, WorkerReport
 from kvhma.vllm.scheduler import decode as decode_module
 from kvhma.vllm.stats import TransferStats
 from kvhma.vllm.wire.messages import LeaseState, Outcome

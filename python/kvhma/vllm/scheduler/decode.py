@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from kvhma.errors import KvhmaError, OtherPromptError, RequestError
 from kvhma.geometry import Span
 from kvhma.planning import live_entries
+from kvhma.vllm.failures import Failure
 from kvhma.vllm.internals import mark_uncacheable
-from kvhma.vllm.metadata import Failure, ReadCommand, StepMetadata, WorkerReport, merge_first_tokens
+from kvhma.vllm.metadata import ReadCommand, StepMetadata, WorkerReport, merge_first_tokens
 from kvhma.vllm.scheduler.context import SchedulerContext
-from kvhma.vllm.scheduler.digests import DecodeDigests
+from kvhma.vllm.scheduler.decode_digests import DecodeDigests
 from kvhma.vllm.scheduler.failed_loads import FailedLoads
 from kvhma.vllm.scheduler.following import FollowedLoad, FollowedLoads
 from kvhma.vllm.scheduler.items import adopt_items

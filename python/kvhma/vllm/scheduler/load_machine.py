@@ -38,7 +38,7 @@ from kvhma.vllm.wire.params import LeaseClaim, PrefillParams, random_id
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-    from kvhma.vllm.metadata import Failure
+    from kvhma.vllm.failures import Failure
     from kvhma.vllm.scheduler.following import FollowedLoad
 
 

@@ -16,11 +16,11 @@ from kvhma.text import one_line
 from kvhma.vllm.internals import shorten_prompt
 from kvhma.vllm.metadata import LocalWorkerIdentity, StepMetadata
 from kvhma.vllm.scheduler.context import SchedulerContext
-from kvhma.vllm.scheduler.digests import PrefillDigests
 from kvhma.vllm.scheduler.held_blocks import free_blocks, hold_blocks
 from kvhma.vllm.scheduler.items import items_of
 from kvhma.vllm.scheduler.lease_boards import LeaseBoards
 from kvhma.vllm.scheduler.lease_table import KEPT_TURN_ENDS, EndedLease, LeaseEnd
+from kvhma.vllm.scheduler.prefill_digests import PrefillDigests
 from kvhma.vllm.scheduler.settling import SettlingRequests
 from kvhma.vllm.slots import Slots
 from kvhma.vllm.wire import peer_log

@@ -35,7 +35,6 @@ from kvhma.vllm.wire.messages import (
     frame_length,
     read_answer,
 )
-from kvhma.vllm.wire.names import is_numeric
 from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.sockets import keep_alive
@@ -256,7 +255,7 @@ class Client:
 
     def _make_socket(self) -> tuple[Any, socket.socket | ssl.SSLSocket]:
         """Return the address for the system, and a socket that never waits."""
-        if not is_numeric(self._address):
+        if not self._address.is_numeric:
             raise HandshakeError(f"remote_host {one_line(self._address.host)!r} is not numeric")
         try:
             ((family, kind, _, _, place), *_) = socket.getaddrinfo(

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
-import re
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
@@ -31,23 +29,13 @@ _found: OrderedDict[Address, None] = OrderedDict()
 _lookups_lock = threading.Lock()
 
 
-def is_numeric(address: Address) -> bool:
-    """Return whether the host of an address is an IP address, not a name."""
-    host, _, scope = address.host.partition("%")
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return re.fullmatch(r"[A-Za-z0-9_.-]*", scope, re.ASCII) is not None
-
-
 def resolve(address: Address, timeout: float) -> Address:
     """Return the numeric form of an address; wait at most `timeout` seconds for it.
 
     Raises:
         HandshakeTimeoutError: the name is not known, no name service answers in time, or too many look-ups run.
     """
-    if is_numeric(address):
+    if address.is_numeric:
         return address
     try:
         return look_up(address).result(timeout)

@@ -11,6 +11,7 @@ import contextlib
 import ipaddress
 import json
 import os
+import re
 import socket
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, NamedTuple
@@ -65,6 +66,16 @@ class Address(NamedTuple):
         except ValueError:
             return False
         return not int(found.ipv4_mapped or found)
+
+    @property
+    def is_numeric(self) -> bool:
+        """Whether the host is an IP address, not a name."""
+        host, _, scope = self.host.partition("%")
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        return re.fullmatch(r"[A-Za-z0-9_.-]*", scope, re.ASCII) is not None
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"

@@ -25,7 +25,7 @@ from kvhma.vllm.counters import Counters
 from kvhma.vllm.threads import SupervisedThread
 from kvhma.vllm.wire.client import AnswerT, Client, ClientPool, answer_seconds
 from kvhma.vllm.wire.messages import Follow, Question
-from kvhma.vllm.wire.names import is_numeric, look_up
+from kvhma.vllm.wire.names import look_up
 from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.peer_log import logger
 from kvhma.vllm.wire.room import MAX_AT_ADDRESS, Room
@@ -370,7 +370,7 @@ class Peers:
 
     def _connect(self, call: Call[Any]) -> None:
         call.deadline = min(time.monotonic() + self.timeout, call.last_deadline)
-        if is_numeric(call.address):
+        if call.address.is_numeric:
             self._dial(call, call.address)
             return
         call.name = look_up(call.address)  # it may be another host by now

@@ -9,11 +9,11 @@ from concurrent.futures import Future
 from functools import partial
 
 from kvhma.errors import KvhmaError
+from kvhma.vllm.failures import failure_of
 from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, EngineInfo
 from kvhma.vllm.wire.params import Address
 from kvhma.vllm.worker.context import WorkerContext
 from kvhma.vllm.worker.prefill_engines import PrefillEngines
-from kvhma.vllm.worker.results import failure_of
 
 logger = logging.getLogger("vllm.kvhma")
 

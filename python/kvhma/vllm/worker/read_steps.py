@@ -18,13 +18,14 @@ from kvhma.errors import PeerLostError, RequestError, TransferError
 from kvhma.geometry import Geometry, Span
 from kvhma.nixl import TransferHandle
 from kvhma.permute import PermutedRead, permuted_reads
+from kvhma.vllm.failures import failure_of
 from kvhma.vllm.memory import Memory
 from kvhma.vllm.worker.context import WorkerContext
 from kvhma.vllm.worker.digests import LoadSums, sums_of
 from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
 from kvhma.vllm.worker.read_machine import ActiveRead, ReadEffect, ReadEvent, ReadState, required
 from kvhma.vllm.worker.read_parts import ReadPart, parts_of
-from kvhma.vllm.worker.results import LoadResults, failure_of
+from kvhma.vllm.worker.results import LoadResults
 
 logger = logging.getLogger("vllm.kvhma")
 

@@ -6,25 +6,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import traceback
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from kvhma.digests import ContentDigest
-from kvhma.errors import (
-    DigestError,
-    HandshakeError,
-    HandshakeTimeoutError,
-    KvhmaError,
-    LeaseEndedError,
-    LeaseUnknownError,
-    PeerLostError,
-    TransferError,
-    UnsupportedPairError,
-)
-from kvhma.text import one_line
 from kvhma.vllm.case_folder import CaseFolder
-from kvhma.vllm.metadata import CLIENTS_CAUSES, Failure, LoadDigest, ReadCommand, WorkerReport
+from kvhma.vllm.failures import CLIENTS_CAUSES, Failure, failure_of
+from kvhma.vllm.metadata import LoadDigest, ReadCommand, WorkerReport
 from kvhma.vllm.stats import StatsCollector
 from kvhma.vllm.wire import peer_log
 from kvhma.vllm.wire.params import LeaseKey
@@ -238,28 +226,3 @@ class LoadResults:
             oldest = min((expected.since for expected in self._unreported.values()), default=None)
             seconds = 0.0 if oldest is None else time.monotonic() - oldest
             return {"loads_in_flight": len(self._unreported), "oldest_load_seconds": seconds}
-
-
-_CAUSES: tuple[tuple[type[KvhmaError], str, bool], ...] = (
-    (DigestError, "digest", True),
-    (LeaseUnknownError, "expired", True),
-    (LeaseEndedError, "expired", False),
-    (PeerLostError, "peer_lost", True),
-    (HandshakeTimeoutError, "handshake", True),
-    (HandshakeError, "handshake", False),
-    (UnsupportedPairError, "unsupported", False),
-    (TransferError, "transfer", True),
-    (KvhmaError, "request", False),
-)
-"""The cause of each error, and whether it is transient. The first match counts."""
-
-
-def failure_of(error: BaseException) -> Failure:
-    """Return the failure of a load that raised this error."""
-    for kind, cause, transient in _CAUSES:
-        if isinstance(error, kind):
-            return Failure(cause, str(error), transient)
-    logger.error("kvhma: internal error during a load", exc_info=error)
-    # Formatting the error must not raise.
-    text = traceback.format_exception_only(type(error), error)[-1]
-    return Failure("internal", one_line(text.rstrip()), transient=False)

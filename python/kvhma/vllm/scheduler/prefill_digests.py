@@ -1,26 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of block contents, in the scheduler's process: which requests get a digest, and whether a load is right.
+"""Digests of block contents on P: which requests get one, and the sum of all ranks.
 
-* P: a request ends -> its workers sum the blocks -> the lease stores the sum of all ranks.
-* D: the workers read, sum, and ask P for its sum -> the scheduler compares both -> the load ends, or fails.
+A request ends -> P's workers sum its blocks -> the lease stores the sum of all ranks, for D's question.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
 
-from kvhma.digests import ContentDigest, Difference, differences
-from kvhma.errors import UnsupportedPairError
-from kvhma.vllm.metadata import DigestOrder, Failure, LoadDigest, WorkerReport, join_ranks
+from kvhma.digests import ContentDigest
+from kvhma.vllm.metadata import DigestOrder, WorkerReport, join_ranks
 from kvhma.vllm.scheduler.context import SchedulerContext
 from kvhma.vllm.wire.messages import MAX_CONTENT_BYTES
 from kvhma.vllm.wire.params import LeaseKey, PrefillParams, random_id
 from kvhma.vllm.wire.peer_log import logger
-
-_NAMED = 8
-"""At most so many differences are listed in a message."""
 
 _WAITING = 4096
 """At most so many requests wait for the sums of all ranks; the oldest is evicted for a new one."""
@@ -83,47 +77,3 @@ class PrefillDigests:
                     )
                 else:
                     self._context.leases.note_content(key, content)
-
-
-class DecodeDigests:
-    """D's part: adds the sums of its ranks, and compares them with P's."""
-
-    def __init__(self, context: SchedulerContext) -> None:
-        """Start without loads."""
-        self._context = context
-        self._sums: dict[str, LoadDigest] = {}
-
-    def discard_sums(self, request_id: str) -> None:
-        """Discard the sums of a request: it is loaded again, or not at all."""
-        self._sums.pop(request_id, None)
-
-    def verdicts(self, report: WorkerReport) -> dict[str, Failure | None]:
-        """Add the sums of some ranks; return the verdicts that are known by now, see `StepMetadata`."""
-        found: dict[str, Failure | None] = {}
-        for request_id, digest in report.digests.items():
-            known = self._sums.get(request_id)
-            total = digest if known is None else known.joined(digest)
-            self._sums[request_id] = total
-            if total.ranks == self._context.engine.workers:
-                del self._sums[request_id]
-                found[request_id] = self._compare_sums(total)
-        # If a rank has failed, the other ranks must not wait for a verdict.
-        return found | dict.fromkeys(report.failures)
-
-    def _compare_sums(self, digest: LoadDigest) -> Failure | None:
-        stats = self._context.stats
-        try:
-            found, tokens = differences(digest.prefill, digest.decode, digest.seed)
-        except UnsupportedPairError as error:
-            stats.count("content_digests", label="incomparable")
-            return Failure("unsupported", str(error), transient=False)
-        stats.count("digest_tokens", tokens)
-        stats.count("content_digests", label="mismatch" if found else "match")
-        if not found:
-            return None
-        return Failure("digest", f"what was loaded is not what P holds: {_listed(found)}", transient=True)
-
-
-def _listed(found: Sequence[Difference]) -> str:
-    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
-    return "; ".join(map(str, found[:_NAMED])) + more
