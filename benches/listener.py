@@ -29,11 +29,11 @@ from multiprocessing.connection import Connection
 import msgspec
 import zmq
 
-from kvhma.vllm.wire.client import Client
+from kvhma.vllm.peers.client import Client
+from kvhma.vllm.peers.server import Listener, LocalEngine
 from kvhma.vllm.wire.messages import AskWorkerIdentity, Leases, LeaseState, Renew, frame
 from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.secrets import Secrets
-from kvhma.vllm.wire.server import Listener, LocalEngine
 
 ENGINES = (256, 1024)
 IDENTITY = bytes(20_000)

@@ -29,7 +29,7 @@ from kvhma import Axis, Geometry, Group, Layer, Page, Part, Region, Span, lowlev
 from kvhma._kvhma import CheckedGeometry
 from kvhma.models import model, models
 from kvhma.models.vllm_layout import LayoutOptions, layout
-from kvhma.vllm.scheduler.prompt import prompt_digest
+from kvhma.vllm.prompts.prompt import prompt_digest
 
 REPEATS = 7
 NORESERVE = 0x4000

@@ -40,12 +40,13 @@ with redirect_stdout(sys.stderr):
 
 import kvhma
 from kvhma.nixl import encode_handshake
+from kvhma.vllm.holds import prefill
+from kvhma.vllm.holds.lease_table import LeaseTable
+from kvhma.vllm.holds.prefill import PrefillScheduler
+from kvhma.vllm.loads import decode
+from kvhma.vllm.loads.decode import DecodeScheduler
 from kvhma.vllm.metadata import LocalWorkerIdentity
-from kvhma.vllm.scheduler import decode, prefill
-from kvhma.vllm.scheduler.decode import DecodeScheduler
-from kvhma.vllm.scheduler.lease_table import LeaseTable
-from kvhma.vllm.scheduler.prefill import PrefillScheduler
-from kvhma.vllm.scheduler.prompt_digests import PromptDigests
+from kvhma.vllm.prompts.prompt_digests import PromptDigests
 from kvhma.vllm.wire.messages import LeaseState, Outcome
 from kvhma.vllm.wire.params import PrefillParams
 from support.engines.engine import free_port

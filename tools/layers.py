@@ -34,7 +34,13 @@ PICTURES = {
         __init__ | drop_in
         connector
         scheduler | worker
-        *
+        loads | reads
+        holds
+        peers
+        metadata | prompts
+        config
+        caches | telemetry | *
+        device
         wire
         threads
         counters

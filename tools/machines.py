@@ -16,8 +16,9 @@ from typing import Any
 
 from marks import Marks
 
-from kvhma.vllm.scheduler import load_machine, offers
-from kvhma.vllm.worker import read_machine
+from kvhma.vllm.holds import offers
+from kvhma.vllm.loads import load_machine
+from kvhma.vllm.reads import read_machine
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "one-request.md"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the connector's settings in docs/vllm.md, made of the rows of kvhma.vllm.settings.
+"""The table of the connector's settings in docs/vllm.md, made of the rows of kvhma.vllm.config.settings.
 
 python tools/settings.py    # writes the table of the page anew
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from marks import Marks
 
-from kvhma.vllm.settings import rows
+from kvhma.vllm.config.settings import rows
 
 PAGE = Path(__file__).parents[1] / "docs" / "vllm.md"
 MARKS = Marks(PAGE.name, "<!-- settings: made by tools/settings.py -->", "<!-- end of settings -->")

@@ -64,8 +64,8 @@ INSIDE: tuple[tuple[str, str, str, str, Told], ...] = (
     ("posted", "nixl._api", "nixl_agent.transfer", "end", _always),
     ("read", "nixl._api", "nixl_agent.transfer", "end", _is_done),  # a transport that copies inline
     ("read", "nixl._api", "nixl_agent.check_xfer_state", "end", _is_done),
-    ("checked", "kvhma.vllm.worker.board_reader", "BoardReader.look", "end", _shows),
-    ("checked", "kvhma.vllm.worker.lease", "LeaseQuestion.check", "end", _always),
+    ("checked", "kvhma.vllm.peers.board_reader", "BoardReader.look", "end", _shows),
+    ("checked", "kvhma.vllm.peers.lease_question", "LeaseQuestion.check", "end", _always),
 )
 """Stages of a load that vLLM's calls do not show. Those of `kvhma` exist in engines of our connector only."""
 

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
-from kvhma.vllm.scheduler import lease_table
+from kvhma.vllm.holds import lease_table
 from support.cache.engine import Engine, EngineShape, Violation
 from support.cache.labels import GroupShape
 

@@ -20,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvhma.errors import HandshakeError, HandshakeTimeoutError, SettingsError
-from kvhma.vllm.wire import connection, connections
+from kvhma.vllm.peers import connection, connections
+from kvhma.vllm.peers.client import Client, ClientPool
 from kvhma.vllm.wire import secrets as wire_secrets
-from kvhma.vllm.wire.client import Client, ClientPool
 from kvhma.vllm.wire.messages import (
     MAX_CLAIMS,
     PROTOCOL,

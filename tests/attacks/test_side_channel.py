@@ -22,8 +22,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvhma.errors import HandshakeError, HandshakeTimeoutError
-from kvhma.vllm.wire import connection, connections, peer_log, server
-from kvhma.vllm.wire.client import Client, ClientPool
+from kvhma.vllm.peers import connection, connections, server
+from kvhma.vllm.peers.client import Client, ClientPool
+from kvhma.vllm.peers.server import Listener, LocalEngine
+from kvhma.vllm.wire import peer_log
 from kvhma.vllm.wire.messages import (
     MAX_IDENTITY_BYTES,
     MAX_QUESTION_BYTES,
@@ -45,7 +47,6 @@ from kvhma.vllm.wire.messages import (
 )
 from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.secrets import Secrets
-from kvhma.vllm.wire.server import Listener, LocalEngine
 from support.counted import Counted
 from support.engines.engine import free_port
 from support.listening import (

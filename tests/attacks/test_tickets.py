@@ -19,16 +19,16 @@ import msgspec
 import pytest
 
 from kvhma.vllm.counters import Counters
-from kvhma.vllm.scheduler import ticket_followers
-from kvhma.vllm.scheduler.offers import MAX_TICKETS, TicketTable
-from kvhma.vllm.scheduler.ticket_follower import TicketFollower
-from kvhma.vllm.scheduler.ticket_followers import MAX_FOLLOWED, TicketFollowers
-from kvhma.vllm.wire import connections, peers, room
+from kvhma.vllm.holds.offers import MAX_TICKETS, TicketTable
+from kvhma.vllm.loads import ticket_followers
+from kvhma.vllm.loads.ticket_follower import TicketFollower
+from kvhma.vllm.loads.ticket_followers import MAX_FOLLOWED, TicketFollowers
+from kvhma.vllm.peers import connections, peers, room
+from kvhma.vllm.peers.peers import Peers
+from kvhma.vllm.peers.server import Listener, LocalEngine
 from kvhma.vllm.wire.messages import Done, Follow, Progress, Settled, Unfollow, frame
 from kvhma.vllm.wire.params import Address, Incarnation
-from kvhma.vllm.wire.peers import Peers
 from kvhma.vllm.wire.secrets import Secrets
-from kvhma.vllm.wire.server import Listener, LocalEngine
 from kvhma.vllm.wire.tickets import Ticket
 from support.engines.engine import free_port
 from support.waiting import HANG_SECONDS, until

@@ -14,10 +14,10 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 from kvhma.errors import SettingsError
-from kvhma.vllm import engine_config
-from kvhma.vllm.engine_config import advertised_of, side_channel_of
-from kvhma.vllm.settings import Settings
-from kvhma.vllm.wire.client import Client
+from kvhma.vllm.config import engine_config
+from kvhma.vllm.config.engine_config import advertised_of, side_channel_of
+from kvhma.vllm.config.settings import Settings
+from kvhma.vllm.peers.client import Client
 from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, EngineInfo
 from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.secrets import Secrets

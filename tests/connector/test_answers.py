@@ -14,7 +14,7 @@ import pytest
 # With its parts, since torch warns while they are imported, and a warning is an error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
-from kvhma.vllm.scheduler.decode import DecodeScheduler
+from kvhma.vllm.loads.decode import DecodeScheduler
 from support.cache.engine import Engine, EngineShape, Violation
 from support.cache.labels import GroupShape
 

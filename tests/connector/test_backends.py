@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-from kvhma.vllm.formats import Writer, backend_name, is_by_head, section_bytes
+from kvhma.vllm.caches.formats import Writer, backend_name, is_by_head, section_bytes
 from support.attention_backends import backends_of
 
 SERIES = ".".join(vllm.__version__.split(".")[:2])
@@ -65,7 +65,7 @@ def test_every_backend_that_vllm_registers_was_read():
 
 IMPORT = """
 import importlib, json, sys
-from kvhma.vllm.formats import backend_name
+from kvhma.vllm.caches.formats import backend_name
 found = {}
 for module, name in json.loads(sys.stdin.read()):
     try:

@@ -19,8 +19,9 @@ import pytest
 # With its parts, since torch warns while they are imported, and a warning is an error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
-from kvhma.vllm.scheduler import decode, failed_loads, kept_turns
-from kvhma.vllm.scheduler.load_machine import Loads, LoadState
+from kvhma.vllm.holds import kept_turns
+from kvhma.vllm.loads import decode, failed_loads
+from kvhma.vllm.loads.load_machine import Loads, LoadState
 from support.cache.engine import Counts, Engine, EngineShape, Violation
 from support.cache.labels import GroupShape
 from support.cache.mutants import MUTANTS, TURN_MUTANTS

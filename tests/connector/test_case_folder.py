@@ -14,8 +14,8 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 
 from kvhma import Span, plan
 from kvhma.oracle import cases
-from kvhma.vllm import case_folder
-from kvhma.vllm.case_folder import CaseFolder
+from kvhma.vllm.reads import case_folder
+from kvhma.vllm.reads.case_folder import CaseFolder
 from support.cli_run import cli
 from support.tiny import tiny_hybrid
 from support.waiting import HANG_SECONDS, until
@@ -103,7 +103,7 @@ def test_what_cannot_be_written_harms_nobody(
 
 def test_a_folder_is_a_path() -> None:
     from kvhma.errors import SettingsError
-    from kvhma.vllm.settings import Settings
+    from kvhma.vllm.config.settings import Settings
 
     assert Settings.read({"case_folder": "/var/log/kvhma"}).case_folder == "/var/log/kvhma"
     for wrong in ("", 7, "a\nb"):

@@ -30,8 +30,8 @@ import kvhma
 from connector.test_geometry import full, sliding, worker
 from connector.test_pipeline import all_free, fail, hand_over
 from kvhma.errors import UnsupportedPairError
-from kvhma.vllm.engine_config import rank_info_of
-from kvhma.vllm.layer_parts import RankInfo
+from kvhma.vllm.caches.layer_parts import RankInfo
+from kvhma.vllm.config.engine_config import rank_info_of
 from support.cache.engine import own_config_of
 from support.parallel import Engine, Model, OfRunnerV2, ProcessWorker, Split, prefill, prompt, slots, starting
 

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from kvhma.nixl.ports import ListeningSocket, listening_sockets
-from kvhma.vllm import devices
-from kvhma.vllm.settings import Settings
+from kvhma.vllm.config import net_devices as devices
+from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.wire.params import Address
 
 
@@ -22,8 +22,8 @@ def agents_listen_at(**extra: object) -> list[dict[str, object]]:
 import json, os, sys
 from kvhma.nixl import Agent
 from kvhma.nixl.ports import listening_sockets
-from kvhma.vllm.devices import choose_devices
-from kvhma.vllm.settings import Settings
+from kvhma.vllm.config.net_devices import choose_devices
+from kvhma.vllm.config.settings import Settings
 
 before = listening_sockets()
 settings = Settings.read(json.loads(sys.argv[1]))

@@ -21,22 +21,22 @@ from kvhma.errors import GeometryError, SettingsError, UnsupportedPairError
 from kvhma.geometry import Geometry, Group, Region
 from kvhma.nixl import Agent, key_hash
 from kvhma.oracle import fill_source
-from kvhma.vllm.engine_facts import EngineFacts
+from kvhma.vllm.config.engine_facts import EngineFacts
+from kvhma.vllm.config.settings import Settings
+from kvhma.vllm.device.memory import DeviceMemory
 from kvhma.vllm.failures import Failure
-from kvhma.vllm.memory import DeviceMemory
+from kvhma.vllm.holds import lease_table
+from kvhma.vllm.holds.lease_table import LeaseTable
 from kvhma.vllm.metadata import LoadDigest, LocalWorkerIdentity, WorkerReport
-from kvhma.vllm.scheduler import lease_table
-from kvhma.vllm.scheduler.lease_table import LeaseTable
-from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
-from kvhma.vllm.settings import Settings
-from kvhma.vllm.stats import TransferStats
+from kvhma.vllm.peers.worker_context import WorkerContext
+from kvhma.vllm.reads.digests import check_digests
+from kvhma.vllm.reads.results import LoadResults
+from kvhma.vllm.scheduler import KvhmaScheduler
+from kvhma.vllm.telemetry.stats import TransferStats
 from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey, PrefillParams
 from kvhma.vllm.wire.proofs import new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
-from kvhma.vllm.worker.context import WorkerContext
-from kvhma.vllm.worker.digests import check_digests
-from kvhma.vllm.worker.results import LoadResults
-from kvhma.vllm.worker.worker import KvhmaWorker
+from kvhma.vllm.worker import KvhmaWorker
 from support.engines.engine import free_port
 from support.identity import EXTRA, IDENTITY
 from support.pairs import heads, latent, rank, state

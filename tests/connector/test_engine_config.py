@@ -15,10 +15,10 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from kvhma.errors import UnsupportedPairError
 from kvhma.versions import series
-from kvhma.vllm import engine_config
-from kvhma.vllm.engine_config import check_config, writer_of
-from kvhma.vllm.formats import Writer
-from kvhma.vllm.settings import Settings
+from kvhma.vllm.caches.formats import Writer
+from kvhma.vllm.config import engine_config
+from kvhma.vllm.config.engine_config import check_config, writer_of
+from kvhma.vllm.config.settings import Settings
 from support.attention_backends import fake_backend
 
 

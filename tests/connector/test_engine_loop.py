@@ -16,8 +16,8 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
 from kvhma.vllm import internals
-from kvhma.vllm.scheduler import engine_loop
-from kvhma.vllm.scheduler.lease_table import OVERDUE_SECONDS
+from kvhma.vllm.holds import engine_loop
+from kvhma.vllm.holds.lease_table import OVERDUE_SECONDS
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import PrefillParams
 from kvhma.vllm.wire.secrets import Secrets

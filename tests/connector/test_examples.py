@@ -13,7 +13,7 @@ except ImportError:  # vLLM 0.32 and older
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from kvhma.vllm.settings import Settings
+from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.wire.params import Address
 from support.examples import commands, transfer_config
 

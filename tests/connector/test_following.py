@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 from kvhma._kvhma import text_to_ids
+from kvhma.vllm.holds.offers import OfferState
+from kvhma.vllm.loads.ticket_follower import TicketQuestion
 from kvhma.vllm.metadata import WorkerReport
-from kvhma.vllm.scheduler.offers import OfferState
-from kvhma.vllm.scheduler.ticket_follower import TicketQuestion
 from support.schedulers import STEP, blocks, manager, output, request, scheduler, tables
 from support.waiting import until
 

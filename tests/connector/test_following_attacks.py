@@ -22,10 +22,10 @@ from connector.test_following import (  # noqa: F401
     read,
     waits,
 )
+from kvhma.vllm.holds.offers import OfferState
+from kvhma.vllm.loads import ticket_follower
 from kvhma.vllm.metadata import LocalWorkerIdentity
-from kvhma.vllm.scheduler import ticket_follower
-from kvhma.vllm.scheduler.offers import OfferState
-from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
+from kvhma.vllm.scheduler import KvhmaScheduler
 from support.schedulers import STEP, kept, output, request, tables
 from support.waiting import until
 

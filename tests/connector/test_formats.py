@@ -39,9 +39,9 @@ import kvhma
 from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Axis, Geometry, Page, Part
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
-from kvhma.vllm.formats import Writer
-from kvhma.vllm.geometry import geometry_of
-from kvhma.vllm.layer_parts import RankInfo
+from kvhma.vllm.caches.formats import Writer
+from kvhma.vllm.caches.geometry import geometry_of
+from kvhma.vllm.caches.layer_parts import RankInfo
 from support import writers
 from support.writers import Cache, Places, execute
 

@@ -29,9 +29,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 import kvhma
 from kvhma.errors import KvhmaError, UnsupportedPairError
 from kvhma.oracle import Oracle
-from kvhma.vllm.formats import Writer
-from kvhma.vllm.geometry import geometry_of
-from kvhma.vllm.layer_parts import RankInfo
+from kvhma.vllm.caches.formats import Writer
+from kvhma.vllm.caches.geometry import geometry_of
+from kvhma.vllm.caches.layer_parts import RankInfo
 
 BF16 = torch.bfloat16
 BLOCKS = 8

@@ -40,9 +40,9 @@ import kvhma
 from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Axis, Geometry, Page
 from kvhma.oracle import Oracle
-from kvhma.vllm.formats import Writer
-from kvhma.vllm.geometry import geometry_of
-from kvhma.vllm.layer_parts import RankInfo
+from kvhma.vllm.caches.formats import Writer
+from kvhma.vllm.caches.geometry import geometry_of
+from kvhma.vllm.caches.layer_parts import RankInfo
 
 SIZES = (1, 2, 4, 8)
 BLOCKS, QUERIES, WIDTH = 6, 16, 2

@@ -10,9 +10,9 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 
 from vllm.config import CacheConfig, ModelConfig, VllmConfig
 
-from kvhma.vllm.engine_config import identity_of
-from kvhma.vllm.identity import ModelIdentity, check_same_model, decode_extra, encode_extra
-from kvhma.vllm.settings import Settings
+from kvhma.vllm.config.engine_config import identity_of
+from kvhma.vllm.config.identity import ModelIdentity, check_same_model, decode_extra, encode_extra
+from kvhma.vllm.config.settings import Settings
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -23,8 +23,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
 from kvhma.errors import SettingsError
-from kvhma.vllm.engine_config import check_items
-from kvhma.vllm.settings import Settings
+from kvhma.vllm.config.engine_config import check_items
+from kvhma.vllm.config.settings import Settings
 from support.schedulers import STEP, blocks, output, scheduler, tables
 from support.waiting import until
 

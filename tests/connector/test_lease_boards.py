@@ -22,17 +22,17 @@ pytest.importorskip("torch")
 from connector.test_worker import DIGEST, PAGE, PAGES, Decode, Prefill, counted, load
 from kvhma.errors import TransferError
 from kvhma.nixl import PreparedRead
-from kvhma.vllm.identity import encode_extra
+from kvhma.vllm.config.identity import encode_extra
+from kvhma.vllm.holds import lease_table
+from kvhma.vllm.holds.lease_boards import LeaseBoards
+from kvhma.vllm.holds.lease_table import LeaseTable
 from kvhma.vllm.metadata import StepMetadata, WorkerReport
-from kvhma.vllm.scheduler import lease_table
-from kvhma.vllm.scheduler.lease_boards import LeaseBoards
-from kvhma.vllm.scheduler.lease_table import LeaseTable
-from kvhma.vllm.wire.client import Client
+from kvhma.vllm.peers import board_reader
+from kvhma.vllm.peers.board_reader import BoardMemory
+from kvhma.vllm.peers.client import Client
 from kvhma.vllm.wire.lease_board import BOARD_BYTES, MARK_BYTES, OPENED, BoardFile, LeaseBoard, mark_of
 from kvhma.vllm.wire.messages import Finish, Outcome, Renew
 from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey
-from kvhma.vllm.worker import board_reader
-from kvhma.vllm.worker.board_reader import BoardMemory
 from support.engines.engine import free_port
 from support.identity import IDENTITY
 from support.waiting import HANG_SECONDS, until

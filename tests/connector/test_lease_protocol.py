@@ -11,8 +11,8 @@ from itertools import count, repeat
 
 import pytest
 
-from kvhma.vllm.scheduler import lease_table
-from kvhma.vllm.scheduler.lease_table import EndedLease, LeaseEnd, LeaseTable
+from kvhma.vllm.holds import lease_table
+from kvhma.vllm.holds.lease_table import EndedLease, LeaseEnd, LeaseTable
 from kvhma.vllm.wire.params import LeaseKey
 from support.lease_protocol import DIGEST, LEASE, Clock, Explorer, Phase, Rules, World
 

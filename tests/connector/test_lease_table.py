@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from kvhma.vllm.scheduler import lease_table
-from kvhma.vllm.scheduler.lease_table import LATE_READER_SECONDS, OVERDUE_SECONDS, LeaseEnd, LeaseTable, LeaseUsage
+from kvhma.vllm.holds import lease_table
+from kvhma.vllm.holds.lease_table import LATE_READER_SECONDS, OVERDUE_SECONDS, LeaseEnd, LeaseTable, LeaseUsage
 from kvhma.vllm.wire.messages import LeaseState, Outcome
 from kvhma.vllm.wire.params import LeaseClaim, LeaseKey
 from support.leases import ended

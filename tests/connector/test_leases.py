@@ -11,13 +11,16 @@ from typing import NamedTuple
 import pytest
 
 from kvhma.errors import LeaseEndedError, LeaseUnknownError, RequestError
-from kvhma.vllm.scheduler import lease_renewer
-from kvhma.vllm.scheduler.lease_renewer import LeaseRenewer
-from kvhma.vllm.scheduler.lease_table import LeaseEnd, LeaseTable
-from kvhma.vllm.settings import Settings
-from kvhma.vllm.wire import names, peers, room
+from kvhma.vllm.config.settings import Settings
+from kvhma.vllm.holds.lease_table import LeaseEnd, LeaseTable
+from kvhma.vllm.loads import lease_renewer
+from kvhma.vllm.loads.lease_renewer import LeaseRenewer
+from kvhma.vllm.peers import names, peers, room
+from kvhma.vllm.peers.client import Client
+from kvhma.vllm.peers.lease_question import LeaseQuestion
+from kvhma.vllm.peers.peers import Peers
+from kvhma.vllm.peers.server import Listener, LocalEngine
 from kvhma.vllm.wire import secrets as wire_secrets
-from kvhma.vllm.wire.client import Client
 from kvhma.vllm.wire.messages import (
     MAX_CLAIMS,
     AskWorkerIdentity,
@@ -32,11 +35,8 @@ from kvhma.vllm.wire.messages import (
     write_claim,
 )
 from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey
-from kvhma.vllm.wire.peers import Peers
 from kvhma.vllm.wire.proofs import ProofKey, Proving, new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
-from kvhma.vllm.wire.server import Listener, LocalEngine
-from kvhma.vllm.worker.lease import LeaseQuestion
 from support.counted import Counted
 from support.engines.engine import free_port
 from support.leases import ended

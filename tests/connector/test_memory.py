@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from kvhma.errors import GeometryError
 from kvhma.geometry import Geometry, Region
 from kvhma.tensors.storages import Storages
-from kvhma.vllm.memory import DeviceMemory
+from kvhma.vllm.device.memory import DeviceMemory
 
 BYTES = 64
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]

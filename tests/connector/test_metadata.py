@@ -15,7 +15,7 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 from kvhma.geometry import Span
 from kvhma.vllm.failures import Failure
 from kvhma.vllm.metadata import DigestOrder, ReadCommand, StepMetadata, WorkerReport
-from kvhma.vllm.tracing import Trace
+from kvhma.vllm.telemetry.tracing import Trace
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, Prefix
 

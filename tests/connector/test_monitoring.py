@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 pytest.importorskip("yaml")
 
-from kvhma.vllm.stats import METRICS
+from kvhma.vllm.telemetry.stats import METRICS
 from support.monitoring import alert_queries, dashboard_queries, labels_of, metrics_of
 
 OF_ALL = {"instance", "job", "model_name", "engine", "le"}

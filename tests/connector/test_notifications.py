@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("cryptography")
 
 from kvhma.nixl import WARM_UP, Agent
-from kvhma.vllm.cache_device import HOST
-from kvhma.vllm.worker import notifications
-from kvhma.vllm.worker.notifications import NotificationDrain
+from kvhma.vllm.device.cache_device import HOST
+from kvhma.vllm.peers import notifications
+from kvhma.vllm.peers.notifications import NotificationDrain
 from support.counted import Counted
 from support.fake_nixl import ERRORS, FakeNet, FakeNixl
 from support.flat import flat_geometry

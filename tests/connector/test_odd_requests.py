@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 
 from connector.test_scheduler import request, scheduler, tables
 from kvhma._kvhma import ids_to_text
-from kvhma.vllm.slots import SlotRanges
+from kvhma.vllm.device.slots import SlotRanges
 from support.cache.engine import Engine, EngineShape
 from support.cache.labels import GroupShape
 from support.waiting import until

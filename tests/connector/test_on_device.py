@@ -34,17 +34,18 @@ from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Spa
 from kvhma.nixl import agent as agent_module
 from kvhma.tensors import indices
 from kvhma.tensors.storages import Storages
-from kvhma.vllm import KvhmaConnector, accelerator, connector, memory, staging
-from kvhma.vllm.formats import Writer
+from kvhma.vllm import KvhmaConnector, connector
+from kvhma.vllm.caches.formats import Writer
+from kvhma.vllm.device import accelerator, memory, staging
+from kvhma.vllm.device.slots import SlotRanges
+from kvhma.vllm.holds.lease_table import LeaseTable
 from kvhma.vllm.metadata import ReadCommand, StepMetadata
-from kvhma.vllm.scheduler.lease_table import LeaseTable
-from kvhma.vllm.slots import SlotRanges
+from kvhma.vllm.peers.server import Listener, LocalEngine
+from kvhma.vllm.reads import read_steps
+from kvhma.vllm.reads.read_machine import ReadState
+from kvhma.vllm.reads.read_pump import ReadPump
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, random_id
 from kvhma.vllm.wire.secrets import Secrets
-from kvhma.vllm.wire.server import Listener, LocalEngine
-from kvhma.vllm.worker import read_steps
-from kvhma.vllm.worker.read_machine import ReadState
-from kvhma.vllm.worker.read_pump import ReadPump
 from support.cache.engine import vllm_config_of
 from support.counted import Counted
 from support.engines.engine import free_port

@@ -19,8 +19,10 @@ pytest.importorskip("msgspec")
 pytest.importorskip("cryptography")
 
 from kvhma.errors import HandshakeError, HandshakeTimeoutError
-from kvhma.vllm.settings import Settings
-from kvhma.vllm.wire import names, peers, room
+from kvhma.vllm.config.settings import Settings
+from kvhma.vllm.peers import names, peers, room
+from kvhma.vllm.peers.peers import Peers
+from kvhma.vllm.peers.room import Room
 from kvhma.vllm.wire import secrets as wire_secrets
 from kvhma.vllm.wire.messages import (
     PROTOCOL,
@@ -35,8 +37,6 @@ from kvhma.vllm.wire.messages import (
     Unfollow,
 )
 from kvhma.vllm.wire.params import Address
-from kvhma.vllm.wire.peers import Peers
-from kvhma.vllm.wire.room import Room
 from kvhma.vllm.wire.secrets import Secrets
 from support.counted import Counted
 from support.engines.engine import free_port

@@ -20,23 +20,22 @@ pytest.importorskip("cryptography")
 from kvhma.errors import HandshakeError, HandshakeTimeoutError, KvhmaError, TransferError, UnsupportedPairError
 from kvhma.geometry import Geometry
 from kvhma.nixl import Agent, decode_handshake, encode_handshake, key_hash
-from kvhma.vllm.devices import unreachable
-from kvhma.vllm.identity import ModelIdentity, encode_extra
-from kvhma.vllm.scheduler.lease_renewer import LeaseRenewer
-from kvhma.vllm.scheduler.lease_table import LeaseTable
-from kvhma.vllm.settings import Settings
-from kvhma.vllm.wire import names
-from kvhma.vllm.wire import server as server_module
-from kvhma.vllm.wire.client import Client, ClientPool
+from kvhma.vllm.config.identity import ModelIdentity, encode_extra
+from kvhma.vllm.config.net_devices import unreachable
+from kvhma.vllm.config.settings import Settings
+from kvhma.vllm.holds.lease_table import LeaseTable
+from kvhma.vllm.loads.lease_renewer import LeaseRenewer
+from kvhma.vllm.peers import idle_engines, names, prefill_engines
+from kvhma.vllm.peers import server as server_module
+from kvhma.vllm.peers.client import Client, ClientPool
+from kvhma.vllm.peers.peers import Peers
+from kvhma.vllm.peers.prefill_engines import PrefillEngine, PrefillEngines
+from kvhma.vllm.peers.server import Listener, LocalEngine
+from kvhma.vllm.peers.worker_context import WorkerContext
+from kvhma.vllm.peers.worker_identity import IdentityBudget
 from kvhma.vllm.wire.params import Address, Incarnation, LeaseClaim, LeaseKey
-from kvhma.vllm.wire.peers import Peers
 from kvhma.vllm.wire.proofs import new_agent_key, sign_identity
 from kvhma.vllm.wire.secrets import Secrets
-from kvhma.vllm.wire.server import Listener, LocalEngine
-from kvhma.vllm.worker import idle_engines, prefill_engines
-from kvhma.vllm.worker.context import WorkerContext
-from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
-from kvhma.vllm.worker.worker_identity import IdentityBudget
 from support.counted import Counted
 from support.engines.engine import free_port
 from support.fake_nixl import FakeNet, FakeNixl

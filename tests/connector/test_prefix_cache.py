@@ -20,9 +20,9 @@ from vllm.v1.kv_cache_interface import (
 from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Span
 from kvhma.vllm.internals import check_manager, mark_uncacheable
+from kvhma.vllm.loads.prefix_cache import hit_blocks, hits_may_differ
 from kvhma.vllm.metadata import WorkerReport
-from kvhma.vllm.scheduler.prefix_cache import hit_blocks, hits_may_differ
-from kvhma.vllm.worker.read_steps import first_filled_tokens
+from kvhma.vllm.reads.read_steps import first_filled_tokens
 from support.tiny import BLOCK, tiny_hybrid
 
 

@@ -16,7 +16,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from kvhma.errors import RequestError
-from kvhma.vllm.scheduler.prompt import prompt_digest
+from kvhma.vllm.prompts.prompt import prompt_digest
 
 TOKENS = 32
 

@@ -11,9 +11,10 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 from kvhma.errors import RequestError
-from kvhma.vllm.scheduler import decode, prompt_digests
-from kvhma.vllm.scheduler.prompt import prompt_digest
-from kvhma.vllm.scheduler.prompt_digests import PromptDigests
+from kvhma.vllm.loads import decode
+from kvhma.vllm.prompts import prompt_digests
+from kvhma.vllm.prompts.prompt import prompt_digest
+from kvhma.vllm.prompts.prompt_digests import PromptDigests
 from kvhma.vllm.wire.messages import Outcome
 from support.schedulers import BUSY, STEP, blocks, request, scheduler, tables
 from support.waiting import until

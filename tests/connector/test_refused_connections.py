@@ -4,8 +4,8 @@
 import pytest
 
 from kvhma.errors import HandshakeError
-from kvhma.vllm.wire import connection, connections
-from kvhma.vllm.wire.client import Client
+from kvhma.vllm.peers import connection, connections
+from kvhma.vllm.peers.client import Client
 from kvhma.vllm.wire.messages import MAX_QUESTION_BYTES, PROTOCOL, AskEngineInfo, EngineInfo, frame
 from kvhma.vllm.wire.secrets import Secrets
 from support.listening import answers, close_all, connect, has_ended, listening

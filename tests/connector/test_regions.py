@@ -11,8 +11,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from kvhma.errors import GeometryError
 from kvhma.geometry import Region
-from kvhma.vllm.geometry import geometry_of
-from kvhma.vllm.layer_parts import RankInfo
+from kvhma.vllm.caches.geometry import geometry_of
+from kvhma.vllm.caches.layer_parts import RankInfo
 from support.torch_devices import Elsewhere
 
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)

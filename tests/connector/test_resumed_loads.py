@@ -15,10 +15,10 @@ from kvhma.errors import PeerLostError, TransferError
 from kvhma.geometry import Span
 from kvhma.nixl import Agent
 from kvhma.vllm.metadata import StepMetadata
-from kvhma.vllm.stats import TransferStats
+from kvhma.vllm.reads import read_parts, read_steps
+from kvhma.vllm.reads.read_parts import parts_of
+from kvhma.vllm.telemetry.stats import TransferStats
 from kvhma.vllm.wire.params import Address
-from kvhma.vllm.worker import read_parts, read_steps
-from kvhma.vllm.worker.read_parts import parts_of
 from support.engines.engine import free_port
 from support.waiting import until
 

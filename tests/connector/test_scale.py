@@ -14,13 +14,13 @@ pytest.importorskip("msgspec")
 pytest.importorskip("cryptography")
 
 from kvhma.errors import HandshakeError, HandshakeTimeoutError
-from kvhma.vllm.scheduler import lease_renewer
-from kvhma.vllm.scheduler.lease_renewer import LeaseRenewer
-from kvhma.vllm.wire import connections
-from kvhma.vllm.wire.client import Client, ClientPool
+from kvhma.vllm.loads import lease_renewer
+from kvhma.vllm.loads.lease_renewer import LeaseRenewer
+from kvhma.vllm.peers import connections
+from kvhma.vllm.peers.client import Client, ClientPool
+from kvhma.vllm.peers.peers import Peers
 from kvhma.vllm.wire.messages import MAX_CLAIMS, Leases, Outcome, Renew, write_claim
 from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey
-from kvhma.vllm.wire.peers import Peers
 from kvhma.vllm.wire.secrets import Secrets
 from support.cluster import DecodeHost, PrefillHost, cluster
 from support.counted import Counted

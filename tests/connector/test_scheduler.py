@@ -13,11 +13,11 @@ import pytest
 # With its parts, since torch warns while they are imported, and a warning is an error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
-from kvhma.vllm.allow_list import AllowedEngines
+from kvhma.vllm.config.allow_list import AllowedEngines
 from kvhma.vllm.failures import Failure
+from kvhma.vllm.holds.lease_table import OVERDUE_SECONDS
 from kvhma.vllm.metadata import WorkerReport
-from kvhma.vllm.scheduler.lease_table import OVERDUE_SECONDS
-from kvhma.vllm.wire.client import Client
+from kvhma.vllm.peers.client import Client
 from kvhma.vllm.wire.messages import Leases, LeaseState, Outcome, Renew, write_claim
 from kvhma.vllm.wire.params import PrefillParams
 from kvhma.vllm.wire.secrets import Secrets

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from kvhma.errors import SettingsError
-from kvhma.vllm.settings import Settings, rows
+from kvhma.vllm.config.settings import Settings, rows
 from kvhma.vllm.wire.params import Address
 from support.programs import program
 

@@ -23,8 +23,8 @@ from kvhma.geometry import Span
 from kvhma.nixl import decode_handshake
 from kvhma.versions import series
 from kvhma.vllm import KvhmaConnector
+from kvhma.vllm.holds.held_blocks import hold_blocks
 from kvhma.vllm.metadata import ReadCommand, StepMetadata
-from kvhma.vllm.scheduler.held_blocks import hold_blocks
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, random_id
 from support.cache.engine import own_config_of
 from support.engines.engine import free_port

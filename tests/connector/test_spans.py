@@ -21,9 +21,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from kvhma.vllm.tracing import Trace, traceparent_of
-from kvhma.vllm.worker import spans
-from kvhma.vllm.worker.spans import LoadTimes, Spans
+from kvhma.vllm.telemetry import spans
+from kvhma.vllm.telemetry.spans import LoadTimes, Spans
+from kvhma.vllm.telemetry.tracing import Trace, traceparent_of
 from support.counted import Counted
 
 TRACE, CLIENT = "0123456789abcdef0123456789abcdef", "fedcba9876543210"

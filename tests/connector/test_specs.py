@@ -26,11 +26,11 @@ import kvhma
 from kvhma.cli.compare.views import vllm_views
 from kvhma.errors import GeometryError, UnsupportedPairError
 from kvhma.geometry import Geometry
-from kvhma.vllm.engine_config import engine_facts
-from kvhma.vllm.formats import KINDS, NOT_TRANSFERRED, REFUSED, Writer, encoding_of, transferred_groups
-from kvhma.vllm.geometry import geometry_of
-from kvhma.vllm.layer_parts import RankInfo
-from kvhma.vllm.settings import Settings
+from kvhma.vllm.caches.formats import KINDS, NOT_TRANSFERRED, REFUSED, Writer, encoding_of, transferred_groups
+from kvhma.vllm.caches.geometry import geometry_of
+from kvhma.vllm.caches.layer_parts import RankInfo
+from kvhma.vllm.config.engine_config import engine_facts
+from kvhma.vllm.config.settings import Settings
 from support.vllm_grouping import get_kv_cache_config_from_groups, get_kv_cache_groups
 from support.writers import execute
 

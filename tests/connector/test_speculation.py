@@ -40,8 +40,8 @@ from vllm.v1.request import Request
 import kvhma
 from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Geometry, Group, Span
-from kvhma.vllm.geometry import geometry_of
-from kvhma.vllm.layer_parts import RankInfo
+from kvhma.vllm.caches.geometry import geometry_of
+from kvhma.vllm.caches.layer_parts import RankInfo
 
 TAPS, HEADS, HEAD, STATE, GROUPS = 4, 4, 4, 2, 1
 CHANNELS = HEADS * HEAD + 2 * GROUPS * STATE

@@ -24,16 +24,16 @@ from kvhma.nixl import Agent
 from kvhma.oracle import fill_source, fill_stale
 from kvhma.planning import live_spans
 from kvhma.vllm import connector
-from kvhma.vllm.engine_config import staging_slots
-from kvhma.vllm.formats import Writer
+from kvhma.vllm.caches.formats import Writer
+from kvhma.vllm.config.engine_config import staging_slots
+from kvhma.vllm.config.settings import Settings
+from kvhma.vllm.device.slots import NO_SLOTS, SlotRanges, Slots
+from kvhma.vllm.device.staging import StagingPool
 from kvhma.vllm.metadata import StepMetadata
-from kvhma.vllm.settings import Settings
-from kvhma.vllm.slots import NO_SLOTS, SlotRanges, Slots
-from kvhma.vllm.staging import StagingPool
+from kvhma.vllm.peers.worker_context import WorkerContext
 from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.secrets import Secrets
-from kvhma.vllm.worker.context import WorkerContext
-from kvhma.vllm.worker.worker import KvhmaWorker
+from kvhma.vllm.worker import KvhmaWorker
 from support.engines.engine import free_port
 from support.flat import flat_geometry
 from support.identity import IDENTITY

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from kvhma.vllm import stall_watch as module
-from kvhma.vllm.stall_watch import Clocks, StallWatch, find_stall, read_clocks
+from kvhma.vllm.telemetry import stall_watch as module
+from kvhma.vllm.telemetry.stall_watch import Clocks, StallWatch, find_stall, read_clocks
 from support.counted import Counted
 
 BEFORE = Clocks(monotonic=100.0, boottime=500.0, realtime=1e9)

@@ -14,8 +14,9 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from kvhma.vllm import KvhmaConnector, drop_in, stats
-from kvhma.vllm.stats import METRICS, OLD_NAMES, PromMetrics, StatsCollector, TransferStats
+from kvhma.vllm import KvhmaConnector, drop_in
+from kvhma.vllm.telemetry import stats
+from kvhma.vllm.telemetry.stats import METRICS, OLD_NAMES, PromMetrics, StatsCollector, TransferStats
 from support.cache.engine import vllm_config_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "vllm.md"

@@ -30,9 +30,9 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 import kvhma
 from kvhma.geometry import Geometry
-from kvhma.vllm.engine_config import rank_info_of
-from kvhma.vllm.formats import Writer
-from kvhma.vllm.geometry import geometry_of
+from kvhma.vllm.caches.formats import Writer
+from kvhma.vllm.caches.geometry import geometry_of
+from kvhma.vllm.config.engine_config import rank_info_of
 from support.attention_backends import backends_of
 from support.cli_configs import CONFIGS
 from support.families import COMMON, FAMILIES

@@ -9,7 +9,7 @@ import pytest
 vllm = pytest.importorskip("vllm", reason="needs vLLM; make connector runs it")
 
 from kvhma.versions import NIXL, series
-from kvhma.vllm.settings import Settings
+from kvhma.vllm.config.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "coming-from-nixl.md").read_text(encoding="utf-8")

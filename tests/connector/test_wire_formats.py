@@ -11,7 +11,7 @@ import pytest
 
 from kvhma import Span
 from kvhma.errors import HandshakeError, RequestError
-from kvhma.vllm.identity import ModelIdentity, decode_extra, encode_extra
+from kvhma.vllm.config.identity import ModelIdentity, decode_extra, encode_extra
 from kvhma.vllm.wire.messages import (
     AskEngineInfo,
     AskWorkerIdentity,

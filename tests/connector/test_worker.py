@@ -18,29 +18,31 @@ from kvhma.errors import PeerLostError
 from kvhma.geometry import Geometry, Span
 from kvhma.nixl import Agent, key_hash
 from kvhma.oracle import cases
-from kvhma.vllm import stats
+from kvhma.vllm.config.identity import encode_extra
+from kvhma.vllm.config.settings import Settings
+from kvhma.vllm.device.memory import DeviceMemory
 from kvhma.vllm.failures import Failure
-from kvhma.vllm.identity import encode_extra
-from kvhma.vllm.memory import DeviceMemory
+from kvhma.vllm.holds.lease_table import LeaseTable
 from kvhma.vllm.metadata import ReadCommand, StepMetadata, WorkerReport
-from kvhma.vllm.scheduler.lease_table import LeaseTable
-from kvhma.vllm.settings import Settings
-from kvhma.vllm.stats import TransferStats
-from kvhma.vllm.tracing import Trace
-from kvhma.vllm.wire.client import Client
+from kvhma.vllm.peers import board_reader, preconnect
+from kvhma.vllm.peers import lease_question as lease
+from kvhma.vllm.peers.client import Client
+from kvhma.vllm.peers.server import Listener, LocalEngine
+from kvhma.vllm.peers.worker_context import WorkerContext
+from kvhma.vllm.reads import lease_checks, read_parts, read_pump, read_steps
+from kvhma.vllm.reads.read_machine import ReadEffect, ReadState
+from kvhma.vllm.reads.read_parts import ReadPart
+from kvhma.vllm.reads.results import LoadResults
+from kvhma.vllm.telemetry import stats
+from kvhma.vllm.telemetry.spans import Spans
+from kvhma.vllm.telemetry.stats import TransferStats
+from kvhma.vllm.telemetry.tracing import Trace
 from kvhma.vllm.wire.lease_board import LeaseBoard
 from kvhma.vllm.wire.messages import Renew
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, random_id
 from kvhma.vllm.wire.proofs import new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
-from kvhma.vllm.wire.server import Listener, LocalEngine
-from kvhma.vllm.worker import board_reader, lease, lease_checks, preconnect, read_parts, read_pump, read_steps
-from kvhma.vllm.worker.context import WorkerContext
-from kvhma.vllm.worker.read_machine import ReadEffect, ReadState
-from kvhma.vllm.worker.read_parts import ReadPart
-from kvhma.vllm.worker.results import LoadResults
-from kvhma.vllm.worker.spans import Spans
-from kvhma.vllm.worker.worker import KvhmaWorker
+from kvhma.vllm.worker import KvhmaWorker
 from support.counted import Counted
 from support.engines.engine import free_port
 from support.flat import flat_geometry, labelled
@@ -969,8 +971,8 @@ def test_a_result_is_reported_once_whoever_says_it_again():
 @pytest.fixture
 def long_waits(monkeypatch):
     """Waits that end by themselves long after the test."""
-    monkeypatch.setattr("kvhma.vllm.worker.results._NEXT_READ_SECONDS", 30.0)
-    monkeypatch.setattr("kvhma.vllm.worker.results._MAX_WAIT_SECONDS", 30.0)
+    monkeypatch.setattr("kvhma.vllm.reads.results._NEXT_READ_SECONDS", 30.0)
+    monkeypatch.setattr("kvhma.vllm.reads.results._MAX_WAIT_SECONDS", 30.0)
 
 
 PIECE = SimpleNamespace(request_id="followed", piece=True)

@@ -31,11 +31,11 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 import kvhma
 from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Geometry
-from kvhma.vllm import writer_source
-from kvhma.vllm.formats import Writer
-from kvhma.vllm.geometry import geometry_of
-from kvhma.vllm.layer_parts import RankInfo
-from kvhma.vllm.writer_source import files_of, source_fingerprint
+from kvhma.vllm.caches import writer_source
+from kvhma.vllm.caches.formats import Writer
+from kvhma.vllm.caches.geometry import geometry_of
+from kvhma.vllm.caches.layer_parts import RankInfo
+from kvhma.vllm.caches.writer_source import files_of, source_fingerprint
 
 V4 = (DeepseekV4IndexerCache, DeepseekV4IndexerBackend)
 
@@ -110,7 +110,7 @@ def test_another_process_finds_the_same():
     ask = (
         "from vllm.models.deepseek_v4.attention import DeepseekV4IndexerCache as layer\n"
         "from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend as backend\n"
-        "from kvhma.vllm.writer_source import source_fingerprint\n"
+        "from kvhma.vllm.caches.writer_source import source_fingerprint\n"
         "print(source_fingerprint((layer, backend)))"
     )
     ran = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
@@ -153,13 +153,13 @@ def test_other_series_and_versions_under_development_do_not(mine, theirs):
 
 def test_releases_whose_writers_differ_do_not(monkeypatch):
     mine = engine("0.33.0")
-    monkeypatch.setattr("kvhma.vllm.formats.source_fingerprint", lambda classes: "0123456789abcdef")
+    monkeypatch.setattr("kvhma.vllm.caches.formats.source_fingerprint", lambda classes: "0123456789abcdef")
     with pytest.raises(UnsupportedPairError, match=r"0\.33-0123456789abcdef.*0\.33-[0-9a-f]{16}"):
         kvhma.plan(mine, [engine("0.33.1")])
 
 
 def test_where_no_source_is_found_the_version_is_compared(monkeypatch):
-    monkeypatch.setattr("kvhma.vllm.formats.source_fingerprint", lambda classes: "")
+    monkeypatch.setattr("kvhma.vllm.caches.formats.source_fingerprint", lambda classes: "")
     with pytest.raises(UnsupportedPairError, match=r"0\.33\.0.*0\.33\.1"):
         kvhma.plan(engine("0.33.0"), [engine("0.33.1")])
 

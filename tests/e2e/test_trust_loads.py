@@ -21,7 +21,7 @@ def test_a_panic_in_a_load(zygote: Zygote, model: Models, tmp_path: Path) -> Non
         many = prompts(NAME, [301] * 6)
         expected = [plain.generate(prompt, max_tokens=16).result() for prompt in many]
         told = [prefill(p, prompt) for prompt in many]
-        memory, pump = ("kvhma.vllm.memory", "DeviceMemory"), ("kvhma.vllm.worker.read_pump", "ReadPump")
+        memory, pump = ("kvhma.vllm.device.memory", "DeviceMemory"), ("kvhma.vllm.reads.read_pump", "ReadPump")
         # The first load waits for a handshake, so the engine's own thread cannot read it.
         d.rpc("e2e_panic_once", *pump, "_drive")
         same(NAME, decode(d, many[0], told[0]).result(), expected[0], "whose thread begins again")

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from kvhma.nixl import Agent, AgentOptions, decode_handshake, encode_handshake
-from kvhma.vllm.wire.client import Client
+from kvhma.vllm.peers.client import Client
+from kvhma.vllm.peers.names import resolve
+from kvhma.vllm.peers.server import Listener, LocalEngine
 from kvhma.vllm.wire.messages import (
     PROTOCOL,
     AskEngineInfo,
@@ -25,11 +27,9 @@ from kvhma.vllm.wire.messages import (
     Outcome,
     SignedWorkerIdentity,
 )
-from kvhma.vllm.wire.names import resolve
 from kvhma.vllm.wire.params import Address, LeaseClaim
 from kvhma.vllm.wire.proofs import new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
-from kvhma.vllm.wire.server import Listener, LocalEngine
 from support.counted import Counted
 from support.engines import Zygote, engines, free_port
 from support.handoff import all_free, failures, hand_over, kvhma, loads, prefill, prompts, same

@@ -15,9 +15,9 @@ import torch
 
 from gpu.place import PAGE, Outcome, Place, Worker, connected, done, in_fresh_thread, rows_of, seconds_of
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Span
-from kvhma.vllm.memory import DeviceMemory
-from kvhma.vllm.slots import SlotRanges
-from kvhma.vllm.staging import StagingPool
+from kvhma.vllm.device.memory import DeviceMemory
+from kvhma.vllm.device.slots import SlotRanges
+from kvhma.vllm.device.staging import StagingPool
 
 _STEP_SECONDS = 0.01
 

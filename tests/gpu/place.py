@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 import kvhma
 from kvhma.geometry import Axis, Geometry, Group, Layer, Memory, Page, Part, Region
 from kvhma.nixl import Agent, Peer, TransferHandle
-from kvhma.vllm.accelerator import device_of
+from kvhma.vllm.device.accelerator import device_of
 
 SECONDS = 20.0
 """No read takes longer."""

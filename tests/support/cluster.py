@@ -21,18 +21,18 @@ from kvhma.errors import KvhmaError
 from kvhma.models import models
 from kvhma.models.vllm_layout import LayoutOptions, layout
 from kvhma.nixl import Peer, decode_handshake, encode_handshake, key_hash
-from kvhma.vllm.scheduler.lease_renewer import LeaseRenewer
-from kvhma.vllm.scheduler.lease_table import LeaseTable
-from kvhma.vllm.settings import Settings
+from kvhma.vllm.config.settings import Settings
+from kvhma.vllm.holds.lease_table import LeaseTable
+from kvhma.vllm.loads.lease_renewer import LeaseRenewer
+from kvhma.vllm.peers.lease_question import LeaseQuestion
+from kvhma.vllm.peers.peers import Peers
+from kvhma.vllm.peers.prefill_engines import PrefillEngine, PrefillEngines
+from kvhma.vllm.peers.server import Listener, LocalEngine
+from kvhma.vllm.peers.worker_context import WorkerContext
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import Address, Incarnation, LeaseKey, PrefillParams, random_id
-from kvhma.vllm.wire.peers import Peers
 from kvhma.vllm.wire.proofs import new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
-from kvhma.vllm.wire.server import Listener, LocalEngine
-from kvhma.vllm.worker.context import WorkerContext
-from kvhma.vllm.worker.lease import LeaseQuestion
-from kvhma.vllm.worker.prefill_engines import PrefillEngine, PrefillEngines
 from support.counted import Counted
 from support.engines.engine import free_port
 from support.identity import EXTRA, IDENTITY

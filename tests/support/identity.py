@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model that engines of the connector's tests claim to run."""
 
-from kvhma.vllm.identity import ModelIdentity, encode_extra
+from kvhma.vllm.config.identity import ModelIdentity, encode_extra
 
 IDENTITY = ModelIdentity(
     model="org/tiny",

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from kvhma.vllm.scheduler.lease_table import LeaseEnd, LeaseTable
+from kvhma.vllm.holds.lease_table import LeaseEnd, LeaseTable
 
 
 def ended(table: LeaseTable) -> dict[LeaseEnd, list[str]]:

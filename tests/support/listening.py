@@ -13,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvhma.vllm.wire.client import Client
+from kvhma.vllm.peers.client import Client
+from kvhma.vllm.peers.server import Listener, LocalEngine
 from kvhma.vllm.wire.messages import (
     PROTOCOL,
     AskEngineInfo,
@@ -25,7 +26,6 @@ from kvhma.vllm.wire.messages import (
 )
 from kvhma.vllm.wire.params import Address, LeaseClaim
 from kvhma.vllm.wire.secrets import Secrets
-from kvhma.vllm.wire.server import Listener, LocalEngine
 from support.counted import Counted
 from support.engines.engine import free_port
 

@@ -9,11 +9,11 @@ from vllm.v1.core.block_pool import BlockPool
 
 from kvhma import Geometry
 from kvhma.nixl import encode_handshake
-from kvhma.vllm.engine_facts import EngineFacts
+from kvhma.vllm.config.engine_facts import EngineFacts
+from kvhma.vllm.config.settings import Settings
+from kvhma.vllm.device.slots import NO_SLOTS
 from kvhma.vllm.metadata import LocalWorkerIdentity, WorkerReport
-from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
-from kvhma.vllm.settings import Settings
-from kvhma.vllm.slots import NO_SLOTS
+from kvhma.vllm.scheduler import KvhmaScheduler
 from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.secrets import Secrets
 from support.engines.engine import free_port

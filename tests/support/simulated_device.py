@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A device that this machine does not have, for `kvhma.vllm.accelerator` and what uses it.
+"""A device that this machine does not have, for `kvhma.vllm.device.accelerator` and what uses it.
 
 Its tensors report that device and are in host memory. Its streams run in order in a dedicated thread, and only as far
 as tests allow; launched work is done then, not before. It replaces `torch` in modules that launch work, and

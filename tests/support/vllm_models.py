@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvhma.models import Model
-from kvhma.vllm.meta_model import cache_groups, layer_specs, model_of_specs
+from kvhma.vllm.caches.meta_model import cache_groups, layer_specs, model_of_specs
 
 
 @dataclass(frozen=True)

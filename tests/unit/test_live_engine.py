@@ -25,12 +25,12 @@ from kvhma.models import models
 from kvhma.models.vllm_layout import LayoutOptions, layout
 from kvhma.nixl import encode_handshake, key_hash
 from kvhma.oracle import cases
-from kvhma.vllm.identity import encode_extra
+from kvhma.vllm.config.identity import encode_extra
+from kvhma.vllm.peers.server import Listener, LocalEngine
 from kvhma.vllm.wire.messages import PROTOCOL
 from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.proofs import new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
-from kvhma.vllm.wire.server import Listener, LocalEngine
 from support.cli_run import Done, cli, refused
 from support.cluster import geometries
 from support.counted import Counted

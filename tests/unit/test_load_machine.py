@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvhma.vllm.scheduler.load_machine import TABLE, Load, LoadEffect, LoadEvent, Loads, LoadState
+from kvhma.vllm.loads.load_machine import TABLE, Load, LoadEffect, LoadEvent, Loads, LoadState
 from support.programs import program
 
 machines = program("tools/machines.py")

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvhma.vllm.scheduler import offers
-from kvhma.vllm.scheduler.offers import TABLE, Offer, OfferEffect, OfferEvent, OfferState, TicketTable
+from kvhma.vllm.holds import offers
+from kvhma.vllm.holds.offers import TABLE, Offer, OfferEffect, OfferEvent, OfferState, TicketTable
 from kvhma.vllm.wire.messages import Follow
 from kvhma.vllm.wire.params import Address, Incarnation, LeaseClaim, LeaseKey
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvhma.errors import HandshakeTimeoutError, PeerLostError, TransferError
-from kvhma.vllm.worker.read_machine import TABLE, ActiveRead, ReadEffect, ReadEvent, ReadState, required
+from kvhma.vllm.reads.read_machine import TABLE, ActiveRead, ReadEffect, ReadEvent, ReadState, required
 
 WALKS = 3000
 PROOFS = {ReadEvent.PIECE, ReadEvent.ON_BOARD, ReadEvent.HELD, ReadEvent.SUMMED}

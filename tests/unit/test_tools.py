@@ -18,7 +18,7 @@ from support.programs import program
 ROOT = Path(__file__).parents[2]
 PYTHON = {
     "python/kvhma": "cli\nvllm | torch\n__init__\nplanning\n_kvhma\nerrors",
-    "python/kvhma/vllm": "scheduler | worker\n*",
+    "python/kvhma/vllm": "scheduler | worker\nloads | reads\n*",
 }
 RUST = {"rust/core/src": "lib\nrequest\ngeometry\nerror"}
 
@@ -44,10 +44,13 @@ SOUND = {
     "torch/__init__.py": "from kvhma.torch.cache import Cache\n",
     "torch/cache.py": "import torch\nfrom kvhma.planning import plan\n",
     "vllm/__init__.py": "",
-    "vllm/settings.py": "from vllm.config import VllmConfig\nfrom kvhma.errors import E\n",
-    "vllm/scheduler/scheduler.py": "from kvhma.vllm.settings import Settings\n",
-    "vllm/worker/worker.py": "from ..settings import Settings\n",
-    "cli/app.py": "from kvhma.vllm.worker import worker\nfrom kvhma.torch import Cache\n",
+    "vllm/config/settings.py": "from vllm.config import VllmConfig\nfrom kvhma.errors import E\n",
+    "vllm/config/identity.py": "",
+    "vllm/scheduler.py": "from kvhma.vllm.config.settings import Settings\n",
+    "vllm/worker.py": "from .config.settings import Settings\n",
+    "vllm/loads/decode.py": "",
+    "vllm/reads/read_pump.py": "from ..config.settings import Settings\n",
+    "cli/app.py": "from kvhma.vllm.worker import KvhmaWorker\nfrom kvhma.torch import Cache\n",
 }
 
 
@@ -57,15 +60,11 @@ SOUND = {
         ("", "", ""),
         ("planning.py", "from kvhma.torch import Cache", "planning uses torch, which is above it"),
         ("planning.py", "def f():\n    from kvhma.torch import Cache", "planning uses torch, which is above it"),
-        ("torch/cache.py", "from kvhma.vllm.settings import Settings", "torch uses vllm, which is beside it"),
-        ("torch/cache.py", "from kvhma.vllm import settings", "torch uses vllm, which is beside it"),
-        (
-            "vllm/worker/worker.py",
-            "import kvhma.vllm.scheduler.scheduler as s",
-            "worker uses scheduler, which is beside it",
-        ),
-        ("vllm/worker/worker.py", "from ..scheduler.scheduler import S", "worker uses scheduler, which is beside it"),
-        ("vllm/settings.py", "from kvhma.vllm.worker.worker import W", "settings uses worker, which is above it"),
+        ("torch/cache.py", "from kvhma.vllm.config.settings import Settings", "torch uses vllm, which is beside it"),
+        ("torch/cache.py", "from kvhma.vllm.config import settings", "torch uses vllm, which is beside it"),
+        ("vllm/worker.py", "import kvhma.vllm.scheduler as s", "worker uses scheduler, which is beside it"),
+        ("vllm/reads/read_pump.py", "from ..loads.decode import D", "reads uses loads, which is beside it"),
+        ("vllm/config/settings.py", "from kvhma.vllm.worker import W", "config uses worker, which is above it"),
         (
             "errors.py",
             "if TYPE_CHECKING:\n    from kvhma.planning import plan",
@@ -84,7 +83,7 @@ SOUND = {
             "_kvhma uses planning, which is",
         ),
         ("cli/plan.py", "def run():\n    from kvhma.cli.app import app", ""),
-        ("vllm/identity.py", "from kvhma.vllm.identity import me", ""),
+        ("vllm/config/settings.py", "from kvhma.vllm.config.identity import me", ""),
     ],
 )
 def test_imports(file, line, reason, tmp_path, capsys):
@@ -197,7 +196,7 @@ def test_words_that_have_a_better_one(tmp_path, capsys):
 
 
 def test_good_words_pass(tmp_path, capsys):
-    build(tmp_path, "python/kvhma", {"vllm/scheduler/lease_table.py": "class LeaseTable: ...\n"})
+    build(tmp_path, "python/kvhma", {"vllm/holds/lease_table.py": "class LeaseTable: ...\n"})
     assert words.main(tmp_path) == 0
     assert capsys.readouterr().out == "0 places to be mended\n"
 

@@ -44,9 +44,9 @@ from audit import mooncake
 from audit.mooncake import RecordingEngine
 from audit.nixl import RecordingAgent
 from kvhma.geometry import Geometry
-from kvhma.vllm.engine_config import rank_info_of, writer_of
-from kvhma.vllm.formats import Writer
-from kvhma.vllm.geometry import geometry_of
+from kvhma.vllm.caches.formats import Writer
+from kvhma.vllm.caches.geometry import geometry_of
+from kvhma.vllm.config.engine_config import rank_info_of, writer_of
 from support.vllm_grouping import get_kv_cache_config_from_groups
 from support.vllm_models import allocate
 

@@ -22,7 +22,7 @@ from audit.nixl import recorded
 from kvhma.geometry import Geometry, Span
 from kvhma.oracle.labels import Ints
 from kvhma.oracle.traces import Step, Trace, TracedRequest
-from kvhma.vllm.formats import transferred_groups
+from kvhma.vllm.caches.formats import transferred_groups
 
 NAME = "r"
 """The request's name on both sides: P and D of the connector that pushes find each other by it."""

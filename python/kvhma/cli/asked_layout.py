@@ -137,7 +137,7 @@ def _answer(pipe: Connection, name: str, form: dict[str, Any], tp_sizes: list[in
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
     logging.disable(logging.ERROR)  # the log lines of an engine
     try:
-        from kvhma.vllm.meta_model import ask, version
+        from kvhma.vllm.caches.meta_model import ask, version
 
         model, refused, num_layers = ask(name, form, tp_sizes)
         pipe.send(AskedModel(model, f"vLLM {version()}", refused, len(model.layers) == num_layers))

@@ -22,7 +22,7 @@ from kvhma.errors import HandshakeError, HandshakeTimeoutError, KvhmaError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region
 
 if TYPE_CHECKING:  # the connector's packages may not be installed
-    from kvhma.vllm.wire.client import Client
+    from kvhma.vllm.peers.client import Client
     from kvhma.vllm.wire.messages import EngineInfo
     from kvhma.vllm.wire.params import Address
 
@@ -81,7 +81,7 @@ def _fix(text: str) -> str:
 
 
 def _port(numeric: Address, access: Access, took: str) -> Row:
-    from kvhma.vllm.devices import is_loopback
+    from kvhma.vllm.config.net_devices import is_loopback
 
     if access.secrets.enabled:
         return Row("peer: port", "ok", f"{numeric} takes our secret (TLS 1.3), {took}")
@@ -167,7 +167,7 @@ def _geometries(workers: Sequence[LiveWorker]) -> Row:
 
 def _read(worker: LiveWorker, numeric: Address, access: Access) -> Row:
     """Read null blocks, which hold no request's tokens, in a separate process: the transport may end the process."""
-    from kvhma.vllm.devices import ENVIRONMENT, is_loopback
+    from kvhma.vllm.config.net_devices import ENVIRONMENT, is_loopback
 
     name, fix = (
         "peer: read",

@@ -21,9 +21,9 @@ from kvhma.models.config import load_json
 
 if TYPE_CHECKING:  # the connector's packages may not be installed
     from kvhma.nixl import HandshakePayload
-    from kvhma.vllm.identity import EngineExtra
-    from kvhma.vllm.settings import Settings
-    from kvhma.vllm.wire.client import Client
+    from kvhma.vllm.config.identity import EngineExtra
+    from kvhma.vllm.config.settings import Settings
+    from kvhma.vllm.peers.client import Client
     from kvhma.vllm.wire.messages import EngineInfo
     from kvhma.vllm.wire.params import Address
     from kvhma.vllm.wire.secrets import Secrets
@@ -117,7 +117,7 @@ def read_access(secret_file: Path | None, settings: Path | None) -> Access:
         KvhmaError: a file is wrong.
     """
     try:
-        from kvhma.vllm.settings import Settings
+        from kvhma.vllm.config.settings import Settings
         from kvhma.vllm.wire.secrets import Secrets
     except ImportError as error:
         raise RequestError(f"asking an engine needs {error.name}: pip install msgspec cryptography") from error
@@ -141,7 +141,7 @@ def look_up(address: tuple[str, int], access: Access) -> Address:
         HandshakeError: the settings do not allow it.
         HandshakeTimeoutError: the name cannot be resolved.
     """
-    from kvhma.vllm.wire.names import resolve
+    from kvhma.vllm.peers.names import resolve
     from kvhma.vllm.wire.params import Address
 
     asked = Address(*address)
@@ -157,7 +157,7 @@ def connect(numeric: Address, access: Access) -> Client:
         HandshakeError: only one side has a secret, or they differ.
         HandshakeTimeoutError: no engine listens there.
     """
-    from kvhma.vllm.wire.client import Client
+    from kvhma.vllm.peers.client import Client
 
     return Client(numeric, access.settings.handshake_timeout, access.secrets)
 
@@ -184,8 +184,8 @@ def ask_workers(client: Client, info: EngineInfo, access: Access) -> list[LiveWo
             are too long.
         HandshakeTimeoutError: they do not arrive in time.
     """
-    from kvhma.vllm.identity import decode_extra
-    from kvhma.vllm.worker.worker_identity import ask_worker_identities
+    from kvhma.vllm.config.identity import decode_extra
+    from kvhma.vllm.peers.worker_identity import ask_worker_identities
 
     def note(stored: int) -> None:
         if stored > _MAX_IDENTITIES_BYTES:

@@ -23,8 +23,10 @@ from kvhma.geometry import Geometry
 from kvhma.nixl import Agent, AgentOptions, key_hash
 from kvhma.nixl.ports import listening_sockets
 from kvhma.versions import VLLM, is_newer_than_tested
-from kvhma.vllm.devices import choose_devices, is_loopback, warn_of_open_ports
-from kvhma.vllm.engine_config import (
+from kvhma.vllm.caches.formats import transferred_groups
+from kvhma.vllm.caches.geometry import geometry_of
+from kvhma.vllm.caches.layer_parts import RankInfo
+from kvhma.vllm.config.engine_config import (
     CACHE_HIT_SOURCE,
     advertised_of,
     check_config,
@@ -41,24 +43,22 @@ from kvhma.vllm.engine_config import (
     staging_slots,
     writer_of,
 )
-from kvhma.vllm.formats import transferred_groups
-from kvhma.vllm.geometry import geometry_of
-from kvhma.vllm.identity import encode_extra
-from kvhma.vllm.layer_parts import RankInfo
-from kvhma.vllm.memory import DeviceMemory, Memory
+from kvhma.vllm.config.identity import encode_extra
+from kvhma.vllm.config.net_devices import choose_devices, is_loopback, warn_of_open_ports
+from kvhma.vllm.config.settings import Settings
+from kvhma.vllm.device.memory import DeviceMemory, Memory
+from kvhma.vllm.device.staging import StagingPool
 from kvhma.vllm.metadata import LocalWorkerIdentity, StepMetadata, WorkerReport
+from kvhma.vllm.peers.worker_context import WorkerContext
 from kvhma.vllm.plugin import register
-from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
-from kvhma.vllm.settings import Settings
-from kvhma.vllm.staging import StagingPool
-from kvhma.vllm.stats import PromMetrics, TransferStats
+from kvhma.vllm.reads.digests import check_digests
+from kvhma.vllm.scheduler import KvhmaScheduler
+from kvhma.vllm.telemetry.stats import PromMetrics, TransferStats
 from kvhma.vllm.wire.lease_board import LeaseBoard
 from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.proofs import new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
-from kvhma.vllm.worker.context import WorkerContext
-from kvhma.vllm.worker.digests import check_digests
-from kvhma.vllm.worker.worker import KvhmaWorker
+from kvhma.vllm.worker import KvhmaWorker
 
 if TYPE_CHECKING:
     import torch

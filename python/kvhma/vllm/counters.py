@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface for counting; in an engine it is :class:`kvhma.vllm.stats.StatsCollector`."""
+"""The interface for counting; in an engine it is :class:`kvhma.vllm.telemetry.stats.StatsCollector`."""
 
 from __future__ import annotations
 

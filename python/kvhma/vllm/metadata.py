@@ -21,7 +21,7 @@ from kvhma.digests import ContentDigest
 from kvhma.errors import KvhmaError
 from kvhma.geometry import Span
 from kvhma.vllm.failures import Failure
-from kvhma.vllm.tracing import Trace
+from kvhma.vllm.telemetry.tracing import Trace
 from kvhma.vllm.wire.lease_board import BoardFile
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import Address, Item, LeaseKey, PrefillParams, Prefix

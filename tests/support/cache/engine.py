@@ -52,12 +52,12 @@ from vllm.v1.structured_output import StructuredOutputManager
 import kvhma
 from kvhma.errors import KvhmaError
 from kvhma.vllm.failures import Failure
+from kvhma.vllm.loads import decode as decode_module
 from kvhma.vllm.metadata import ReadCommand, StepMetadata, WorkerReport
-from kvhma.vllm.scheduler import decode as decode_module
-from kvhma.vllm.stats import TransferStats
+from kvhma.vllm.reads import read_steps
+from kvhma.vllm.telemetry.stats import TransferStats
 from kvhma.vllm.wire.messages import LeaseState, Outcome
 from kvhma.vllm.wire.params import LeaseClaim
-from kvhma.vllm.worker import read_steps
 from support.cache.labels import STATE_ITEMS, GroupShape, Labels, Text
 
 MAX_TOKENS = 2048

@@ -12,16 +12,16 @@ import pytest
 from kvhma.geometry import Group, Span
 from kvhma.vllm import connector as connector_module
 from kvhma.vllm import metadata as metadata_module
+from kvhma.vllm.holds import kept_turns as kept_turns_module
+from kvhma.vllm.holds import prefill as prefill_module
+from kvhma.vllm.holds.kept_turns import KeptTurns
+from kvhma.vllm.loads import decode as decode_module
+from kvhma.vllm.loads.decode import DecodeScheduler
+from kvhma.vllm.loads.load_machine import Purpose
 from kvhma.vllm.metadata import ReadCommand
-from kvhma.vllm.scheduler import decode as decode_module
-from kvhma.vllm.scheduler import kept_turns as kept_turns_module
-from kvhma.vllm.scheduler import prefill as prefill_module
-from kvhma.vllm.scheduler import prompt_digests
-from kvhma.vllm.scheduler.decode import DecodeScheduler
-from kvhma.vllm.scheduler.kept_turns import KeptTurns
-from kvhma.vllm.scheduler.load_machine import Purpose
-from kvhma.vllm.scheduler.scheduler import KvhmaScheduler
-from kvhma.vllm.worker import read_steps
+from kvhma.vllm.prompts import prompt_digests
+from kvhma.vllm.reads import read_steps
+from kvhma.vllm.scheduler import KvhmaScheduler
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 Mutants = dict[str, tuple[Patch, tuple[str, ...]]]

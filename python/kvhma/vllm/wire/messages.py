@@ -261,7 +261,7 @@ class Progress(msgspec.Struct, tag="progress", frozen=True, omit_defaults=True):
         ranks: tensor-parallel ranks and pipeline stages of that engine.
         groups: its number of KV cache groups.
         total: tokens of the whole hand-off.
-        prompt: digest of these tokens, see :func:`kvhma.vllm.scheduler.prompt.prompt_digest`.
+        prompt: digest of these tokens, see :func:`kvhma.vllm.prompts.prompt.prompt_digest`.
         epoch: of the settled tokens. After a new epoch, blocks that were read earlier may have been overwritten.
         tokens: number of settled tokens.
         blocks: of settled tokens, as far as answers of this epoch have not named them.

@@ -130,7 +130,7 @@ class Prefix(NamedTuple):
 
     Attributes:
         num_tokens: number of these tokens.
-        digest: of these tokens, see :func:`kvhma.vllm.scheduler.prompt.prefix_digests`.
+        digest: of these tokens, see :func:`kvhma.vllm.prompts.prompt.prefix_digests`.
     """
 
     num_tokens: Annotated[int, Key("tokens", integer(1, _MAX_TOKENS))]
@@ -175,7 +175,7 @@ class PrefillParams(NamedTuple):
         lease_key: the request at P.
         lease: seconds that P holds its blocks after each lease renewal.
         num_tokens: tokens that P's blocks hold.
-        prompt: digest of these tokens, see :func:`kvhma.vllm.scheduler.prompt.prompt_digest`.
+        prompt: digest of these tokens, see :func:`kvhma.vllm.prompts.prompt.prompt_digest`.
         spans: live blocks of each of P's groups.
         tp_size: P's tensor-parallel ranks; None if the parameters lack them.
         pp_size: P's pipeline stages; None if the parameters lack them.

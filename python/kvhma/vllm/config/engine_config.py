@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads vLLM's configuration, and refuses features that the connector does not support."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import vllm
+import vllm.envs
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.platforms import current_platform
+from vllm.utils import deep_gemm
+from vllm.utils.network_utils import get_ip
+from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import AttentionSpec, iter_layer_specs
+
+from kvhma.errors import SettingsError, UnsupportedPairError
+from kvhma.vllm.caches.formats import Writer, backend_name, kind_of, transferred_groups
+from kvhma.vllm.caches.layer_parts import RankInfo
+from kvhma.vllm.config.engine_facts import EngineFacts
+from kvhma.vllm.config.identity import ModelIdentity
+from kvhma.vllm.config.settings import Settings
+from kvhma.vllm.device.slots import NO_SLOTS, SlotRanges
+from kvhma.vllm.wire.params import Address
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # vLLM 0.31 does not distinguish sources
+    CACHE_HIT_SOURCE: Any = None
+else:
+    CACHE_HIT_SOURCE = CacheHitSource.P2P
+
+_INDEXERS = frozenset(
+    {"DEEPSEEK_V32_INDEXER", "DEEPSEEK_V41_INDEXER", "DEEPSEEK_V41_SPARSE_INDEXER", "DEEPSEEK_V4_INDEXER"}
+)
+
+_PLATFORMS = ("cuda", "rocm", "xpu", "cpu")
+
+_GROUPS_OF_STATE = ("n_groups", "mamba_n_groups", "mamba_ngroups")
+"""Names of the groups of B and C in model configurations."""
+
+_ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
+"""Names of the parameters of rotary embeddings in model configurations."""
+
+_MAX_TEXT = 1000
+
+
+def check_config(config: VllmConfig) -> None:
+    """Refuse unsupported features before anything is allocated.
+
+    Raises:
+        UnsupportedPairError: the text names the setting and both values.
+    """
+    parallel, model = config.parallel_config, config.model_config
+    # In some versions a setting of the model, in others of a separate configuration.
+    routed = "enable_return_routed_experts"
+    aux = getattr(config, "aux_output_config", None)
+    required: list[tuple[str, Any, Any]] = [
+        (routed, getattr(model, routed, False), False),
+        (f"aux_output_config.{routed}", getattr(aux, routed, False), False),
+    ]
+    # Before 0.33 vLLM does not notify connectors when it remaps the caches. Other engines would read other memory.
+    if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+        required.append(("enable_sleep_mode", getattr(model, "enable_sleep_mode", False), False))
+    # In 0.31 vLLM finds blocks that all running requests share by their reference count, which leases increase.
+    if hasattr(FullAttentionManager, "get_num_common_prefix_blocks"):
+        required.append(("disable_cascade_attn", getattr(model, "disable_cascade_attn", True), True))
+    ranks = parallel.prefill_context_parallel_size
+    if ranks > 1 and (speculative := getattr(config, "speculative_config", None)) is not None:
+        # A draft may compute on one of these ranks or on all. It is not verified yet which ranks have its tokens.
+        raise UnsupportedPairError(
+            f"prefill_context_parallel_size is {ranks} and speculative_config is {speculative.method!r}, the kvhma "
+            "connector supports one of them at a time"
+        )
+    for name, found, supported in required:
+        if found != supported:
+            only = f"the kvhma connector supports only {supported} with vLLM {vllm.__version__}"
+            raise UnsupportedPairError(f"{name} is {found}, {only}")
+
+
+def check_items(config: VllmConfig, settings: Settings) -> None:
+    """Refuse local prefill of prompts whose multimodal items only P has seen.
+
+    Raises:
+        SettingsError: failed loads would fall back to local prefill; the text names the settings.
+    """
+    transfer = _transfer_config(config)
+    if settings.trusts_items and transfer.is_kv_consumer and transfer.kv_load_failure_policy != "fail":
+        raise SettingsError(
+            f"kv_connector_extra_config: mm_items is {settings.mm_items!r} and kv_load_failure_policy is "
+            f"{transfer.kv_load_failure_policy!r}, expected 'fail': a decode engine cannot compute items that it "
+            "did not get"
+        )
+
+
+def rank_info_of(config: VllmConfig) -> RankInfo:
+    """Return the rank of this worker, and facts of the model's states that no spec has.
+
+    In vLLM's numbering of workers tensor-parallel ranks are innermost. In context-parallel groups prefill
+    context-parallel ranks are innermost::
+
+        rank       0       1       2       3       4       5       6       7       tp 2, pcp 2, pp 2
+        pp/pcp/tp  0/0/0   0/0/1   0/1/0   0/1/1   1/0/0   ...
+        dcp 2      a0      b0      a1      b1      c0      ...                     groups a, b, c ...
+        dcp 4      a0      a2      a1      a3      b0      ...
+    """
+    parallel = config.parallel_config
+    text = config.model_config.hf_text_config
+    groups = next((getattr(text, name) for name in _GROUPS_OF_STATE if getattr(text, name, None)), None)
+    pcp_size, cp_size = parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size
+    outer_rank, tp_rank = divmod(parallel.rank, parallel.tensor_parallel_size)
+    return RankInfo(
+        tp_rank=tp_rank,
+        tp_size=parallel.tensor_parallel_size,
+        state_groups=groups,
+        cp_rank=(tp_rank * pcp_size + outer_rank % pcp_size) % cp_size,
+        cp_size=cp_size,
+        cp_interleave=parallel.cp_kv_cache_interleave_size,
+        cp_tp_size=max(1, cp_size // pcp_size),
+    )
+
+
+def writer_of(config: VllmConfig) -> Callable[[str], Writer]:
+    """Return a function that returns the writer of a layer's cache."""
+    context = config.compilation_config.static_forward_context
+    platform = next((name for name in _PLATFORMS if getattr(current_platform, f"is_{name}")()), "")
+    capability = current_platform.get_device_capability()
+
+    def find(name: str) -> Writer:
+        layer = context.get(name)
+        get_backend = getattr(layer, "get_attn_backend", None)
+        kind = None if get_backend is None else get_backend()
+        backend = "" if kind is None else backend_name(kind)
+        return Writer(
+            backend=backend,
+            platform=platform,
+            capability="" if capability is None else capability.as_version_str(),
+            cache_dtype=_indexer_dtype(config) if backend in _INDEXERS else _cache_dtype(layer),
+            version=vllm.__version__,
+            cpu_kernel=getattr(layer, "isa", None),
+            classes=() if kind is None else (type(layer), kind),
+        )
+
+    return find
+
+
+def _cache_dtype(layer: Any) -> str:
+    """Return the cache type of a layer, with the platform's kind of 8-bit floats."""
+    found = getattr(layer, "kv_cache_dtype", None) or getattr(getattr(layer, "cache_config", None), "cache_dtype", None)
+    name = found if isinstance(found, str) else ""
+    if name == "fp8":
+        name = "fp8_e4m3"
+    return f"{name}/{_name_of(current_platform.fp8_dtype())}" if "fp8" in name else name
+
+
+def _indexer_dtype(config: VllmConfig) -> str:
+    """Return the cache type of an indexer, a separate setting, and how the hardware stores its scales."""
+    kept = config.attention_config.resolve_indexer_kv_dtype("fp8")
+    scales = "mx" if _indexer_has_mx_scales() else "float32"
+    return f"indexer-{kept}/{scales}/{_name_of(current_platform.fp8_dtype())}"
+
+
+def _indexer_has_mx_scales() -> bool:
+    decides = getattr(deep_gemm, "mqa_logits_use_mx_scales", None)  # vLLM 0.32 always stores floats
+    return decides is not None and bool(decides())
+
+
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def nixl_package() -> str:
+    """Return the name of NIXL's package on this platform, as vLLM's own connector does."""
+    return "nixl_rocm" if current_platform.is_rocm() else "nixl"
+
+
+def host_staged(config: VllmConfig, settings: Settings) -> bool:
+    """Return whether blocks go through host memory."""
+    if settings.host_staged is not None:
+        return settings.host_staged
+    return bool(_transfer_config(config).kv_buffer_device == "cpu" and current_platform.device_type != "cpu")
+
+
+def staging_slots(config: VllmConfig, caches: KVCacheConfig, settings: Settings) -> SlotRanges:
+    """Return the slots in host memory: the number of blocks in the settings, for each role of the engine."""
+    if not host_staged(config, settings):
+        return NO_SLOTS
+    groups = [caches.kv_cache_groups[index].kv_cache_spec for index in transferred_groups(caches)]
+    # At least one request of any length fits at a time.
+    longest = sum(-(-config.model_config.max_model_len // spec.block_size) + 1 for spec in groups)
+    needed = min(longest, caches.num_blocks)
+    count = settings.staging_blocks or max(caches.num_blocks // 4, needed)
+    transfer = _transfer_config(config)
+    return SlotRanges.of(count if transfer.is_kv_producer else 0, count if transfer.is_kv_consumer else 0)
+
+
+def _transfer_config(config: VllmConfig) -> KVTransferConfig:
+    if config.kv_transfer_config is None:
+        raise SettingsError("kv_transfer_config is missing, expected the connector's")
+    return config.kv_transfer_config
+
+
+def engine_id_of(config: VllmConfig) -> str:
+    """Return the name of the engine. vLLM makes a name if it is not set.
+
+    Raises:
+        SettingsError: the engine has no name.
+    """
+    engine_id: str | None = _transfer_config(config).engine_id
+    if engine_id is None:
+        raise SettingsError("kv_transfer_config: engine_id is missing, expected the name of the engine")
+    return engine_id
+
+
+def side_channel_of(config: VllmConfig, settings: Settings) -> Address:
+    """Return the address that the listener of an engine binds to."""
+    host = settings.side_channel_host or vllm.envs.VLLM_NIXL_SIDE_CHANNEL_HOST
+    port = settings.side_channel_port or vllm.envs.VLLM_NIXL_SIDE_CHANNEL_PORT
+    return Address(host, port + config.parallel_config.data_parallel_index)
+
+
+def advertised_of(config: VllmConfig, settings: Settings) -> Address:
+    """Return the address of an engine's listener for other engines.
+
+    Raises:
+        SettingsError: it binds to every address of this machine, and the one that other engines reach is not known.
+    """
+    bind = side_channel_of(config, settings)
+    port = bind.port
+    if settings.advertised_port is not None:
+        port = settings.advertised_port + config.parallel_config.data_parallel_index
+    if settings.advertised_host is not None:
+        return Address(settings.advertised_host, port)
+    if not bind.is_wildcard:
+        return Address(bind.host, port)
+    own = Address(get_ip(), port)  # VLLM_HOST_IP, or the address from which this machine reaches other hosts
+    if own.is_wildcard:
+        raise SettingsError(
+            f"side_channel_host is {bind.host!r}, every address of this machine, and none of them was found: set "
+            "advertised_host to where other engines reach it"
+        )
+    return own
+
+
+def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) -> EngineFacts:
+    """Return the facts of an engine for the connector's scheduler."""
+    parallel = config.parallel_config
+    groups = transferred_groups(caches)
+    # The scheduler has the layers of the first stage. Of a group without layers there it has the spec.
+    kinds = {
+        kind_of(next(iter(group.layer_names), "of a later stage"), spec)
+        for group in (caches.kv_cache_groups[index] for index in groups)
+        for spec in iter_layer_specs(group.kv_cache_spec)
+    }
+    # D always computes the last token of a prompt. It needs the state of the token before. Its window or chunk may
+    # begin in a block that P frees with the last token. So P stops before the last token.
+    keeps_all = kinds <= {"full", "mla"}
+    cp_size = parallel.decode_context_parallel_size
+    if cp_size > 1 and "ssm" in kinds and config.cache_config.enable_prefix_caching:
+        # Prefix hits may end inside blocks there. It is not verified yet that loads fill up such blocks.
+        raise UnsupportedPairError(
+            f"decode_context_parallel_size is {cp_size} and enable_prefix_caching is True, with recurrent states the "
+            "kvhma connector supports one of them at a time"
+        )
+    if cp_size > 1 and not config.use_v2_model_runner:
+        _check_sharded(cp_size, [caches.kv_cache_groups[index].kv_cache_spec for index in groups])
+    # A draft module with several steps reads tokens that only D knows.
+    lookahead = getattr(config, "num_prefill_lookahead_tokens", 0) - 1
+    return EngineFacts(
+        engine_id=engine_id_of(config),
+        address=advertised_of(config, settings),
+        bind=side_channel_of(config, settings),
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=parallel.pipeline_parallel_size,
+        pcp_size=parallel.prefill_context_parallel_size,
+        dcp_size=cp_size,
+        has_state="ssm" in kinds,
+        has_windows=not kinds.isdisjoint({"sliding", "chunked"}),
+        backoff=max(int(not keeps_all), lookahead),
+        recompute=_transfer_config(config).kv_load_failure_policy == "recompute",
+        host_staged=host_staged(config, settings),
+        staging=staging_slots(config, caches, settings),
+        transfer_groups=groups,
+        drafted_state=caches.has_mamba_layers and _drafted_state(config),
+        drafts=config.speculative_config is not None,
+        max_model_len=config.model_config.max_model_len,
+        keeps_answers=settings.bidirectional_kv_xfer and not no_answers(config, settings),
+        positions_depend_on_items=config.model_config.uses_mrope,
+        may_wait=may_wait(config),
+    )
+
+
+def _check_sharded(cp_size: int, specs: Sequence[KVCacheSpec]) -> None:
+    """Refuse attention that every rank stores whole, as a draft without context parallelism does.
+
+    Model Runner V2 maps tokens to slots by each group's spec. Its predecessor distributes tokens in every group
+    (vllm/v1/worker/gpu/block_table.py and vllm/v1/worker/block_table.py).
+    """
+    for spec in specs:
+        layers = iter_layer_specs(spec)
+        if any(isinstance(layer, AttentionSpec) and not layer.dcp_sharded for layer in layers):
+            raise UnsupportedPairError(
+                f"decode_context_parallel_size is {cp_size} and dcp_sharded of a {type(spec).__name__} is False, which "
+                "Model Runner V1 does not support: set VLLM_USE_V2_MODEL_RUNNER=1"
+            )
+
+
+def may_wait(config: VllmConfig) -> bool:
+    """Return whether a step may wait for loads without delaying other engines or stages."""
+    parallel = config.parallel_config
+    return bool(parallel.data_parallel_size * parallel.pipeline_parallel_size == 1)
+
+
+def no_answers(config: VllmConfig, settings: Settings) -> str:
+    """Return why answers are not held for the next turns of their conversations, nor read; empty if they are."""
+    if host_staged(config, settings):
+        return "blocks go through host memory"
+    # With several stages, or ranks that have different tokens, the end of an answer is not verified yet.
+    sizes = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+    found = ((name, getattr(config.parallel_config, name)) for name in sizes)
+    return next((f"{name} is {size}" for name, size in found if size > 1), "")
+
+
+def _drafted_state(config: VllmConfig) -> bool:
+    """Whether decoding moves a state to another slot or row, see `EngineFacts`."""
+    caches = config.cache_config
+    rings = [getattr(caches, name, False) for name in ("use_replayssm", "use_kda_recoverssm")]
+    return bool(config.num_speculative_tokens) or any(rings)
+
+
+def identity_of(config: VllmConfig, settings: Settings) -> ModelIdentity:
+    """Return the identity of an engine's model."""
+    model = config.model_config
+    dtype = _name_of(model.dtype)
+    cache_dtype = resolve_kv_cache_dtype_string(config.cache_config.cache_dtype, model)
+    text_config = model.hf_text_config
+    return ModelIdentity(
+        # For a model from an object store, vLLM replaces its name by a local folder.
+        model=_bounded(getattr(model, "model_weights", "") or model.model),
+        revision=_revision(model),
+        model_id=settings.model_id,
+        dtype=dtype,
+        quantization=None if model.quantization is None else str(model.quantization),
+        cache_dtype=dtype if cache_dtype == "auto" else str(cache_dtype),
+        rope=_json({name: getattr(text_config, name, None) for name in _ROPE}),
+        overrides=_json(_overrides(model)),
+        draft=_draft(config),
+    )
+
+
+def _revision(model: ModelConfig) -> str | None:
+    found = getattr(model.hf_config, "_commit_hash", None) or model.revision
+    return None if found is None else _bounded(str(found))
+
+
+def _overrides(model: ModelConfig) -> dict[str, Any]:
+    given: Any = model.hf_overrides
+    if isinstance(given, dict):
+        given = {name: value for name, value in given.items() if name not in _ROPE}
+    else:
+        given = f"{given.__module__}.{given.__qualname__}"
+    found = {
+        "hf_overrides": given,
+        "quantization_config": getattr(model, "quantization_config", None),
+        "disable_sliding_window": model.disable_sliding_window,
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _draft(config: VllmConfig) -> str | None:
+    speculative = config.speculative_config
+    draft = None if speculative is None else speculative.draft_model_config
+    # Methods without a draft model name the model itself here, because its own layers draft.
+    if draft is None or draft.model == config.model_config.model:
+        return None
+    return _bounded(f"{draft.model} {_revision(draft) or ''} {_name_of(draft.dtype)}")
+
+
+def _json(value: Any) -> str:
+    return _bounded(json.dumps(value, sort_keys=True, default=str))
+
+
+def _bounded(text: str) -> str:
+    """Return a text unchanged, or the beginning of a long text and a digest of all of it."""
+    if len(text) <= _MAX_TEXT:
+        return text
+    return f"{text[:100]}... {hashlib.sha256(text.encode()).hexdigest()}"

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P's part of the connector's scheduler: requests that P computes, and holds until decode engines have read them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvhma._kvhma import first_entries
+from kvhma.errors import KvhmaError, RequestError
+from kvhma.geometry import Geometry, Span
+from kvhma.planning import live_spans
+from kvhma.text import one_line
+from kvhma.vllm.device.slots import Slots
+from kvhma.vllm.holds.held_blocks import free_blocks, hold_blocks
+from kvhma.vllm.holds.lease_boards import LeaseBoards
+from kvhma.vllm.holds.lease_table import KEPT_TURN_ENDS, EndedLease, LeaseEnd
+from kvhma.vllm.holds.prefill_digests import PrefillDigests
+from kvhma.vllm.holds.scheduler_context import SchedulerContext
+from kvhma.vllm.holds.settling import SettlingRequests
+from kvhma.vllm.internals import shorten_prompt
+from kvhma.vllm.metadata import LocalWorkerIdentity, StepMetadata
+from kvhma.vllm.peers.server import Listener, LocalEngine
+from kvhma.vllm.prompts.items import items_of
+from kvhma.vllm.wire import peer_log
+from kvhma.vllm.wire.params import Incarnation, LeaseClaim, LeaseKey, PrefillParams, random_id
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.kvhma")
+
+FINISHED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
+"""P holds blocks only of requests that end with one of these statuses of vLLM."""
+
+_UNREAD = {
+    LeaseEnd.UNCLAIMED: "no decode engine has asked for it",
+    LeaseEnd.NOT_RENEWED: "its decode engine has not renewed it in time",
+    LeaseEnd.UNREAD: "its decode engine could not read it, and no other engine has asked for it",
+    LeaseEnd.SLEPT: "this engine has slept, and its caches are empty",
+}
+"""Why a lease may end before a reader has read the request."""
+
+_MAX_NAMES = 8
+"""At most so many requests are named in one log line."""
+
+
+class PrefillScheduler:
+    """Hands off requests: P holds their blocks, and the parameters of the decode request name them.
+
+    Attributes:
+        settling: requests that decode engines follow while P computes them.
+        digests: of block contents, for requests that get one.
+    """
+
+    def __init__(self, context: SchedulerContext) -> None:
+        """Start; :meth:`serve` begins to answer other engines."""
+        self._context = context
+        self.settling = SettlingRequests(context)
+        self._incarnation_id = random_id()
+        self.digests = PrefillDigests(context)
+        self._listener: Listener | None = None
+        self._hellos: dict[tuple[int, int], tuple[bytes, bytes]] = {}
+        self._shortened: set[str] = set()
+        """Requests whose last tokens P leaves to D."""
+        self._to_stage: dict[str, Request] = {}
+        """Requests whose blocks the workers copy to host memory once their prompt is computed."""
+        self._staged: dict[str, tuple[int, tuple[Span, ...] | None]] = {}
+        """By request, how often it had been preempted when its blocks were copied, and their slots (None: no room)."""
+        self._slots = Slots(context.engine.staging.reads)
+        self._slots_held: dict[LeaseKey, tuple[Span, ...]] = {}
+        """Slots of held requests."""
+
+    def close(self) -> None:
+        """Stop answering other engines."""
+        if self._listener is not None:
+            self._listener.close()
+
+    def serve(self, hellos: Mapping[tuple[int, int], LocalWorkerIdentity]) -> None:
+        """Answer other engines from now on; `hellos` are the worker identities by pipeline and tensor rank.
+
+        After sleep vLLM brings other worker identities. The caches are gone, and all leases and tickets end. The engine
+        gets a new incarnation, which other engines see in its replies and in the parameters of later requests. vLLM
+        brings the same identities if it wakes an engine that is awake.
+        """
+        context = self._context
+        signed = {rank: (hello.data, hello.private_key) for rank, hello in hellos.items()}
+        if signed == self._hellos:
+            return
+        if self._listener is not None:
+            self._listener.close()
+            self._incarnation_id = random_id()
+            context.leases.end_all()
+            self.settling.end_all()
+        self._hellos = signed
+        context.leases.show_on_boards(LeaseBoards(hello.board for hello in hellos.values() if hello.board is not None))
+        self._listener = Listener(
+            context.engine.bind or context.engine.address,
+            LocalEngine(context.engine.engine_id, self._incarnation_id, signed, context.engine.address),
+            leases=context.leases,
+            secrets=context.secrets,
+            counters=context.stats,
+            tickets=self.settling.tickets,
+        )
+        self.settling.tickets.on_progress = self._listener.notify_progress
+
+    def on_request_added(self, request: Request) -> None:
+        """Add a new request that another engine decodes."""
+        # Prompt log-probabilities need all tokens of the prompt, and a resumable request gets more tokens later.
+        if self._left_to_d(request) and not (request.get_skip_reading_prefix_cache() or request.resumable):
+            shorten_prompt(request, self._context.engine.loadable_tokens(request.num_prompt_tokens))
+            self._shortened.add(request.request_id)
+        if self._context.engine.host_staged:
+            self._to_stage[request.request_id] = request
+        engine = self._context.engine
+        source = Incarnation(
+            engine.address, engine.engine_id, self._incarnation_id, engine.ranks_of_stage, engine.pp_size
+        )
+        total = request.num_prompt_tokens - self._left_to_d(request)
+        if not self.settling.on_request_added(request, source, total):
+            self._context.prompts.begin_digest(request, total)
+
+    def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
+        """Free blocks whose lease has ended, and order the workers' sums and copies to host memory."""
+        metadata.step = self.settling.on_step(output)
+        metadata.digests = self.digests.take_orders()
+        self.free_ended_leases()
+        if refused := self._context.leases.take_digests_refused():
+            self._context.stats.count("digest_refused", refused)
+            peer_log.logger.warning(
+                "kvhma: refused %d claims: their digest does not match the parameters that P returned", refused
+            )
+        if self._to_stage:
+            metadata.copy_to_host = self._finished_prefills(output)
+
+    def free_ended_leases(self) -> bool:
+        """Free blocks whose lease has ended; return whether there were any."""
+        ended = self._context.leases.drain_ended()
+        if ended:
+            self._free_ended(ended)
+        return bool(ended)
+
+    def _free_ended(self, ended: Mapping[LeaseEnd, Sequence[EndedLease]]) -> None:
+        """Free the blocks of requests whose lease has ended; count and log those that were not read."""
+        stats, manager = self._context.stats, self._context.manager
+        for why, text in _UNREAD.items():
+            if unread := ended.get(why):
+                stats.count("expired", len(unread), label=why.value)
+                logger.warning(
+                    "kvhma: the lease ended before the request was read: %s (%d requests: %s)", text, *_some(unread)
+                )
+        if evicted := ended.get(LeaseEnd.EVICTED):
+            stats.count("held_dropped", len(evicted))
+            peer_log.logger.warning(
+                "kvhma: evicting the oldest unclaimed requests: together they hold more blocks than max_held_share "
+                "allows (%d requests: %s)",
+                *_some(evicted),
+            )
+        for why in set(KEPT_TURN_ENDS.values()):
+            if turns := ended.get(why):
+                stats.count("answers", len(turns), label=why.value.removesuffix("_turn").replace("_", " "))
+        for key, blocks in itertools.chain.from_iterable(ended.values()):
+            self._slots.release_slots(self._slots_held.pop(key, ()))
+            self.digests.on_lease_ended(key)
+            if manager is not None:
+                free_blocks(manager.block_pool, blocks)
+
+    def on_request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        """Hold the blocks of a request that has ended, if a decode engine will read them.
+
+        Returns:
+            ``kv_transfer_params`` for the decode request; None if P does not hold the blocks.
+        """
+        held = self._hold_blocks(request, tables)
+        params, claim = (None, None) if held is None else held
+        self.settling.on_request_finished(request.request_id, params, claim)
+        self._context.prompts.cancel_digest(request.request_id)
+        return params
+
+    def _hold_blocks(
+        self, request: Request, tables: Sequence[Sequence[int]]
+    ) -> tuple[dict[str, Any], LeaseClaim] | None:
+        """Hold the blocks of a request; return its parameters and a claim without a reader, for its ticket."""
+        self._to_stage.pop(request.request_id, None)
+        remote, geometry, manager = (
+            self._describe_finished(request, tables),
+            self._context.geometry,
+            self._context.manager,
+        )
+        if remote is not None:
+            remote = self.digests.choose_request(remote)
+        self._shortened.discard(request.request_id)
+        _, slots = self._staged.pop(request.request_id, (0, None))
+        if remote is None or geometry is None or manager is None:
+            self._slots.release_slots(slots or ())
+            return None
+        if slots is not None:
+            self._slots_held[remote.lease_key] = slots
+        engine = self._context.engine
+        params, digest = remote.to_params(self._context.secrets, pp_size=engine.pp_size, dcp_size=engine.dcp_size)
+        # All blocks of the request, also of groups that are not transferred.
+        self._context.leases.hold(
+            remote.lease_key, digest, hold_blocks(manager.block_pool, tables, geometry.null_block)
+        )
+        return params, LeaseClaim(remote.lease_key, 0, digest)
+
+    def _describe_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> PrefillParams | None:
+        """Return the parameters of a request that has ended; None if P cannot hand it off."""
+        params, geometry = request.kv_transfer_params, self._context.geometry
+        if not isinstance(params, dict) or params.get("do_remote_decode") is not True or geometry is None:
+            return None
+        if request.status.name not in FINISHED_WELL or self.settling.is_cancelled(request.request_id):
+            return None
+        tokens = self._tokens_to_hand_off(request)
+        spans = None if tokens is None else self._spans_to_hand_off(request.request_id, tokens, tables, geometry)
+        if tokens is None or spans is None:
+            return None
+        shapes = self._context.engine.positions_depend_on_items
+        items = items_of(request, tokens, shapes=shapes) if self._context.settings.trusts_items else ()
+        return self.describe_request(request, tokens, spans)._replace(items=items)
+
+    def describe_request(self, request: Request, tokens: int, spans: Sequence[Span]) -> PrefillParams:
+        """Return the parameters of a request, with a new lease key."""
+        engine = self._context.engine
+        return PrefillParams(
+            address=engine.address,
+            engine_id=engine.engine_id,
+            incarnation_id=self._incarnation_id,
+            lease_key=LeaseKey(request.request_id, random_id()),
+            lease=self._context.settings.kv_lease_duration,
+            num_tokens=tokens,
+            prompt=self.settling.prompt_digest(request, tokens),
+            spans=tuple(spans),
+            tp_size=engine.ranks_of_stage,
+            epoch=self.settling.epoch(request.request_id),
+        )
+
+    def discard_request(self, request_id: str) -> None:
+        """Discard a request that ended before P could compute it."""
+        self._shortened.discard(request_id)
+        self._to_stage.pop(request_id, None)
+        self.settling.on_request_finished(request_id, None)
+        self._context.prompts.cancel_digest(request_id)
+
+    def _left_to_d(self, request: Request) -> int:
+        """Return how many of a prompt's last tokens P leaves to D; 0 if it is shortened already, or too short."""
+        engine = self._context.engine
+        is_whole = request.request_id not in self._shortened and engine.loadable_tokens(request.num_prompt_tokens) > 0
+        return engine.backoff if is_whole else 0
+
+    def _tokens_to_hand_off(self, request: Request) -> int | None:
+        """Return of how many tokens the caches are handed off; None if the state is not that of a known token."""
+        engine = self._context.engine
+        tokens: int = request.num_computed_tokens
+        prompt: int = request.num_prompt_tokens
+        if not engine.has_state:
+            # D needs no tokens after these, and can use a cache of tokens for fewer of them.
+            return min(tokens, prompt - self._left_to_d(request))
+        decoded = tokens - prompt
+        if decoded <= 0 or not (engine.drafted_state or engine.host_staged):
+            return tokens
+        if engine.drafted_state:
+            why = "with speculative_config, and the recurrent state is then at another place, after the accepted drafts"
+        else:
+            why = "and the recurrent state in host memory (kv_buffer_device, host_staged) is that of its prompt"
+        text = "kvhma: cannot hand off request %s: it decoded %d tokens %s; send max_tokens=1 to P"
+        peer_log.logger.warning(text, request.request_id, decoded, why)
+        return None
+
+    def _spans_to_hand_off(
+        self, request_id: str, tokens: int, tables: Sequence[Sequence[int]], geometry: Geometry
+    ) -> list[Span] | None:
+        """Return all live blocks of a request, or their slots in host memory.
+
+        None if they have no slots, or if the window or chunk of the token after `tokens` lacks a block.
+        """
+        try:
+            if self._context.engine.host_staged:
+                _, slots = self._staged.get(request_id, (0, None))
+                if slots is None:
+                    return None
+                spans = list(slots)
+            else:
+                spans = live_spans(geometry, None, self._context.transfer_tables(tables))
+            needed = first_entries(geometry.core, tokens, [0] * len(spans))
+        except KvhmaError:
+            logger.exception("kvhma: cannot hand off the blocks of request %s", request_id)
+            return None
+        if any(span.first > first for span, first in zip(spans, needed, strict=True)):
+            peer_log.logger.warning(
+                "kvhma: cannot hand off request %s: P computed more tokens than D needs, and vLLM has freed a block "
+                "of the window of token %d; D computes the prompt",
+                request_id,
+                tokens,
+            )
+            return None
+        return spans
+
+    def _finished_prefills(self, output: SchedulerOutput) -> list[tuple[tuple[Span, ...], tuple[Span, ...]]]:
+        """Return the blocks of the requests whose prompt this step completes, and their slots in host memory.
+
+        A request is copied again after each preemption. It then has other blocks, and all may be prefix-cache hits.
+        """
+        geometry, manager = self._context.geometry, self._context.manager
+        finished = []
+        for request_id, count in output.num_scheduled_tokens.items():
+            request = self._to_stage.get(request_id)
+            if request is None or request.num_computed_tokens + count < request.num_prompt_tokens:
+                continue
+            preemptions, slots = self._staged.pop(request_id, (-1, None))
+            if preemptions != request.num_preemptions and geometry is not None and manager is not None:
+                self._slots.release_slots(slots or ())
+                tables = self._context.transfer_tables(manager.get_block_ids(request_id))
+                spans = tuple(live_spans(geometry, None, tables))
+                slots = self._take_slots(request_id, spans)
+                if slots is not None:
+                    finished.append((spans, slots))
+            self._staged[request_id] = request.num_preemptions, slots
+        return finished
+
+    def _take_slots(self, request_id: str, spans: tuple[Span, ...]) -> tuple[Span, ...] | None:
+        """Return slots for the blocks of a request; None if there is no room, and so no hand-off."""
+        try:
+            slots = self._slots.take_slots(spans)
+        except RequestError as error:
+            logger.warning("kvhma: cannot hand off request %s: %s", request_id, error)
+            return None
+        if slots is None:
+            self._context.stats.count("staging_full")
+            peer_log.logger.warning(
+                "kvhma: cannot hand off request %s: all staging_blocks hold requests that decode engines have not read "
+                "yet; D computes the prompt",
+                request_id,
+            )
+        return slots
+
+
+def _some(ended: Sequence[EndedLease]) -> tuple[int, str]:
+    """Return how many requests there are, and the first of their names; clients may have chosen these."""
+    more = ", ..." if len(ended) > _MAX_NAMES else ""
+    return len(ended), ", ".join(one_line(key.request_id) for key, _ in ended[:_MAX_NAMES]) + more

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State that the prefill part and the decode part of the connector's scheduler share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvhma.errors import RequestError
+from kvhma.geometry import Geometry
+from kvhma.vllm.config.engine_facts import EngineFacts
+from kvhma.vllm.config.settings import Settings
+from kvhma.vllm.holds.lease_table import LeaseTable
+from kvhma.vllm.peers.peers import Peers
+from kvhma.vllm.prompts.prompt_digests import PromptDigests
+from kvhma.vllm.telemetry.stats import StatsCollector
+from kvhma.vllm.wire.secrets import Secrets
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+
+@dataclass
+class SchedulerContext:
+    """An engine, as the connector in the scheduler's process knows it.
+
+    Attributes:
+        settings: of the connector.
+        engine: facts about the vLLM engine.
+        leases: finished requests whose blocks this engine holds for other engines.
+        secrets: that this engine shares with other engines.
+        stats: counters of this process.
+        geometry: caches of the first worker; None until the workers have registered them.
+        manager: vLLM's block manager; None until vLLM has bound it.
+        partial_hits: whether a hit of its prefix cache may end inside a block.
+        prompts: digests of prompts.
+        peers: ask other engines.
+    """
+
+    settings: Settings
+    engine: EngineFacts
+    leases: LeaseTable
+    secrets: Secrets
+    stats: StatsCollector
+    geometry: Geometry | None = None
+    manager: KVCacheManager | None = None
+    partial_hits: bool = False
+    prompts: PromptDigests = field(init=False)
+    peers: Peers = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Start without threads."""
+        # With `model_id`, the paths of equal adapters may differ.
+        self.prompts = PromptDigests(adapter_paths=self.settings.model_id is None)
+        self.peers = Peers(self.settings.handshake_timeout, self.secrets, self.stats)
+
+    def transfer_tables(self, tables: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return the block tables of the groups that are transferred."""
+        groups = self.engine.transfer_groups
+        if groups and len(tables) <= max(groups):
+            raise RequestError(f"{len(tables)} block tables, but group {max(groups)} is transferred")
+        return [list(tables[index]) for index in groups]

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Progress of requests that decode engines follow: which tokens are settled while P computes the rest.
+
+A step is settled when its results are back, not when it was built: with async scheduling vLLM builds the next step
+before that. So every step has a number, which the workers send back with its results.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from kvhma.errors import KvhmaError
+from kvhma.pieces import settled_tokens, settling_groups
+from kvhma.vllm.holds.offers import Offer, OfferState, TicketTable
+from kvhma.vllm.holds.scheduler_context import SchedulerContext
+from kvhma.vllm.wire import peer_log
+from kvhma.vllm.wire.messages import Outcome
+from kvhma.vllm.wire.params import Incarnation, LeaseClaim
+from kvhma.vllm.wire.tickets import read_ticket_id
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.kvhma")
+
+
+class SettlingRequests:
+    """Requests with a ticket, and how many of their tokens are settled.
+
+    Attributes:
+        tickets: the progress that P publishes.
+    """
+
+    def __init__(self, context: SchedulerContext) -> None:
+        """Start without requests."""
+        self._context = context
+        self.tickets = TicketTable(context.settings.kv_lease_duration)
+        # Another reader with the same parameters gets as much time as another sample of a prompt.
+        self.tickets.on_cancelled = lambda claim: context.leases.release([claim], Outcome.READ_SHARED)
+        self._offers: dict[str, Offer] = {}
+        """Offers whose request is not over, by request."""
+        self._step: int | None = None
+        """Number of the last step; None before the first ticket, when no number is needed."""
+        self._settled = -1
+        """Number of the last step that is settled; -1 before the first one is."""
+        self._computing: deque[int] = deque()
+        """Steps in flight that compute something, if the engine drafts."""
+
+    def on_request_added(self, request: Request, source: Incarnation, total: int) -> bool:
+        """Add a new request, of which P will hand off `total` tokens; return whether it can be followed."""
+        params: Any = request.kv_transfer_params
+        try:
+            ticket = read_ticket_id(params)
+        except KvhmaError as error:
+            peer_log.logger.warning("kvhma: request %s cannot be followed: %s", request.request_id, error)
+            return False
+        if ticket is None or self._context.geometry is None:
+            return False
+        prompt = self._context.prompts.make_digest(request, total)
+        groups = len(self._context.geometry.groups)
+        if not self.tickets.open_ticket(ticket, request.request_id, source, groups, total, prompt):
+            peer_log.logger.warning(
+                "kvhma: request %s cannot be followed: its ticket is in use already, or P has too many tickets",
+                request.request_id,
+            )
+            return False
+        self._offers[request.request_id] = self.tickets.offer(ticket)
+        if self._step is None:
+            self._step = 0  # earlier steps have no number, and the last of them may still be in flight
+        return True
+
+    def on_step(self, output: SchedulerOutput) -> int | None:
+        """Note what a step computes; return its number, or None before the first ticket.
+
+        This publishes preemptions before the workers can overwrite blocks: they get the step afterwards.
+        """
+        if self._step is None:
+            return None
+        self._step += 1
+        if self._context.engine.drafts and output.total_num_scheduled_tokens:
+            self._computing.append(self._step)
+        for request_id in output.preempted_req_ids or ():
+            if (offer := self._offers.get(request_id)) is not None:
+                self._restart(offer)
+        if self._offers:
+            for request_id, computed in _computed_before(output).items():
+                if (offer := self._offers.get(request_id)) is not None:
+                    self._note_scheduled(offer, computed, output)
+        return self._step
+
+    def _restart(self, offer: Offer) -> None:
+        """Note that the computed blocks of a request may be overwritten from now on."""
+        offer.steps.clear()
+        offer.begun = False
+        self.tickets.begin_epoch(offer.ticket)
+
+    def _note_scheduled(self, offer: Offer, computed: int, output: SchedulerOutput) -> None:
+        assert self._step is not None  # noqa: S101
+        known = offer.steps[-1][1] if offer.steps else offer.tokens
+        if computed < min(known, offer.total):
+            self._restart(offer)  # vLLM computes blocks again that another connector failed to fill
+        if not offer.begun and computed:
+            # It is a hit of the prefix cache. An earlier step may still be computing it, or this step, if another
+            # connector fills blocks during it.
+            filled = self._step if output.has_sync_kv_loads else self._step - 1
+            offer.steps.append((filled, self._settled_hit(offer.request_id, computed, output)))
+        offer.begun = True
+        offer.steps.append((self._step, computed + output.num_scheduled_tokens[offer.request_id]))
+        self._publish_settled(offer)
+
+    def _settled_hit(self, request_id: str, computed: int, output: SchedulerOutput) -> int:
+        """Return how many tokens of a hit no other request of the same step computes."""
+        geometry, manager = self._context.geometry, self._context.manager
+        if geometry is None or manager is None:
+            return 0
+        groups = [
+            (self._context.engine.transfer_groups[index], geometry.groups[index].block_size)
+            for index in settling_groups(geometry)
+        ]
+        written: list[set[int]] = [set() for _ in groups]
+        for name, before in _computed_before(output).items():
+            if name != request_id:
+                tables = manager.get_blocks(name).blocks
+                for ids, (group, size) in zip(written, groups, strict=True):
+                    ids.update(block.block_id for block in tables[group][before // size :])
+        tables = manager.get_blocks(request_id).blocks
+        for ids, (group, size) in zip(written, groups, strict=True):
+            hits = enumerate(tables[group][: computed // size] if ids else ())
+            first = next((index for index, block in hits if block.block_id in ids), None)
+            if first is not None:
+                computed = min(computed, size * first)
+        return computed
+
+    def on_step_results(self, step: int) -> None:
+        """Note that the results of a step are back."""
+        if self._context.engine.drafts:
+            # If this step has computed something, the steps before it are settled: a device runs them in order.
+            while self._computing and self._computing[0] < step:
+                self._computing.popleft()
+            if not self._computing or self._computing[0] > step:
+                return
+            step -= 1
+        self._settled = max(self._settled, step)
+        for offer in self._offers.values():
+            self._publish_settled(offer)
+
+    def _publish_settled(self, offer: Offer) -> None:
+        """Publish the settled tokens, if they are more than before."""
+        computed = 0
+        while offer.steps and offer.steps[0][0] <= self._settled:
+            computed = max(computed, min(offer.steps.popleft()[1], offer.total))
+        if not computed:  # most offers in most steps
+            return
+        geometry, manager = self._context.geometry, self._context.manager
+        if geometry is None or manager is None or not self._can_settle or offer.state is not OfferState.COMPUTING:
+            return
+        tokens = settled_tokens(geometry, computed)
+        if tokens <= offer.tokens:
+            return
+        tables = manager.get_blocks(offer.request_id).blocks
+        blocks = {}
+        for index in settling_groups(geometry):
+            size, table = geometry.groups[index].block_size, tables[self._context.engine.transfer_groups[index]]
+            blocks[index] = size, [block.block_id for block in table[: computed // size]]
+        if any(blocks[index][1][: len(ids)] != ids for index, (_, ids) in offer.blocks.items()):
+            self.tickets.begin_epoch(offer.ticket)  # vLLM has copied blocks and freed the old ones
+        self.tickets.settle_tokens(offer.ticket, tokens, blocks)
+
+    @property
+    def _can_settle(self) -> bool:
+        """Whether decode engines can read blocks before the end: not with host staging or pipeline stages."""
+        engine = self._context.engine
+        return not engine.host_staged and engine.pp_size == 1
+
+    def is_cancelled(self, request_id: str) -> bool:
+        """Return whether the follower of a request has cancelled it."""
+        offer = self._offers.get(request_id)
+        return offer is not None and offer.state is OfferState.ENDED
+
+    def prompt_digest(self, request: Request, tokens: int) -> str:
+        """Return the digest of a request's first tokens; a followed request has it already."""
+        offer = self._offers.get(request.request_id)
+        if offer is not None and offer.total == tokens:
+            return offer.prompt
+        return self._context.prompts.take_digest(request, tokens)
+
+    def epoch(self, request_id: str) -> int:
+        """Return the epoch of a request; 0 if it has no ticket."""
+        offer = self._offers.get(request_id)
+        return 0 if offer is None else offer.epoch
+
+    def on_request_finished(
+        self, request_id: str, params: dict[str, Any] | None, claim: LeaseClaim | None = None
+    ) -> None:
+        """Note that a request has ended; without `params` there is no hand-off. The `claim` is that of the `params`."""
+        offer = self._offers.pop(request_id, None)
+        if offer is None:
+            return
+        if params is None or claim is None:
+            self.tickets.end_ticket(offer.ticket, "P does not hold it: it was aborted, or P cannot hand it off")
+        else:
+            self.tickets.hand_off(offer.ticket, params, claim)
+
+    def end_all(self) -> None:
+        """End all offers: the caches are gone."""
+        self.tickets.end_all("P has slept, and its caches are empty")
+        self._offers.clear()
+
+
+def _computed_before(output: SchedulerOutput) -> dict[str, int]:
+    """Return how many tokens of each scheduled request were computed before the step."""
+    found = {data.req_id: data.num_computed_tokens for data in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    return found | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state machine of a load: a request of this engine (D) whose cache another engine (P) has computed.
+
+One request has one load, from the call in which vLLM adds it until it is loaded, computed locally or over. `TABLE` has
+all states and all that changes them: a state and an event give the next state and the effects. The owner of the load
+carries out the effects in their order. Nothing here does I/O or looks at a clock. The scheduler's thread owns all
+loads.
+
+The usual ways are::
+
+    NEW -- params --> COMPARING -- same --> WAITING -- blocks --> LOADING -- loaded --> GONE
+    NEW -- ticket --> FOLLOWING -- blocks --> PIECES -- handed off --> LOADING -- loaded --> GONE
+
+D compares the prompt that P has computed with its own (COMPARING), because everything else relies on it. If other
+requests read the same blocks, P must confirm first that it still holds them (ASKING). Then the load waits until vLLM
+has blocks for it (WAITING), and the workers read (LOADING). A read that failed for a transient reason is tried again
+(RETRYING). A ticket names a request that P still computes: D follows it (FOLLOWING), and once it has blocks it reads
+them in pieces (PIECES).
+
+vLLM has no call to fail a request that waits. Such a load asks vLLM for a block (REFUSED), and then has the workers
+report it as failed (FAILING), so that ``kv_load_failure_policy`` decides. The load ends as LOCAL if D computes the
+prompt itself, and as GONE if there is nothing left to do.
+
+Beside the state a load has values, which decide nothing by themselves: see `Load`.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvhma.vllm.telemetry.tracing import Trace
+from kvhma.vllm.wire.params import LeaseClaim, PrefillParams, random_id
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from kvhma.vllm.failures import Failure
+    from kvhma.vllm.loads.following import FollowedLoad
+
+
+class LoadState(enum.Enum):
+    """What a load waits for."""
+
+    NEW = "its parameters or its ticket are read"
+    COMPARING = "a thread makes the digest of its prompt's tokens"
+    ASKING = "P confirms that it holds the blocks"
+    WAITING = "vLLM finds blocks for it"
+    FOLLOWING = "P computes its prompt, and the load has no blocks yet"
+    PIECES = "P computes its prompt, and the workers read what P has finished"
+    LOADING = "the workers read"
+    RETRYING = "vLLM finds blocks for it again, after a read that failed"
+    REFUSED = "vLLM gives it a block, with which it fails"
+    FAILING = "the workers report it as failed"
+    LOCAL = "nothing: D computes the prompt"
+    GONE = "nothing: it is loaded, or has ended; after a failed read D may compute the prompt"
+
+    @property
+    def is_end(self) -> bool:
+        """Whether nothing more happens to the load."""
+        return self in (LoadState.LOCAL, LoadState.GONE)
+
+
+class LoadEvent(enum.Enum):
+    """What happens to a load."""
+
+    PARAMS = "the request has parameters of what P holds"
+    TICKET = "the request has a ticket"
+    LAST_TURN = "this engine prefills it, and P may hold the beginning"
+    SAME_PROMPT = "P has computed the same prompt"
+    SHARED = "other requests read the same blocks"
+    HELD = "P holds the blocks, or does not answer"
+    LASTS = "it still waits for blocks, or reads for more than 50 ms: P must hold the blocks for longer"
+    BLOCKS = "it has blocks to fill"
+    UNREADABLE = "it has blocks, and what P said cannot be read into them"
+    NOTHING_TO_LOAD = "vLLM takes no tokens of it"
+    SETTLED = "P has finished a piece"
+    HANDED_OFF = "P has computed the prompt of the ticket"
+    TICKET_LOST = "P does not compute the prompt of the ticket any more, or takes too long"
+    LOCAL = "D computes the prompt"
+    REFUSED = "the request must fail"
+    LOADED = "all ranks have read it, or have ended its pieces"
+    FAILED = "a rank has failed, and D does not retry"
+    FAILED_TRANSIENT = "a rank has failed, the policy is `recompute`, and D retries"
+    ENDED = "the request has ended"
+    ABORTED = "the client has aborted the request"
+    CANCELLED = "the request has ended, and no piece is being read"
+
+
+class LoadEffect(enum.Enum):
+    """What the owner of a load does about an event."""
+
+    CLAIM = "renew P's lease, from now on"
+    PLACE = "note which blocks the pieces fill"
+    ORDER = "have the workers read"
+    CANCEL_READ = "have the workers end the pieces"
+    REPORT_FAILED = "have the workers report it as failed"
+    COMPUTE_LOCALLY = "say and count that D computes the prompt"
+    RELEASE = "notify P that it was read, or is not needed"
+    RELEASE_UNNOTIFIED = "RELEASE, unless a worker has notified P"
+    RELEASE_UNREAD = "notify P that it was not read: another engine may read it"
+    RELEASE_FAILED = (
+        "RELEASE if D computes the prompt or the client has aborted it, RELEASE_UNREAD if the request fails"
+    )
+    TICKET_HANDED_OFF = "end the ticket: P has handed it off"
+    TICKET_LATE = "end the ticket: P has handed it off, and nothing was read before"
+    TICKET_LOST = "end the ticket: P has ended it"
+    TICKET_REFUSED = "cancel the ticket: P computes another prompt"
+    TICKET_CANCELLED = "cancel the ticket: it is not needed"
+
+
+_S, _E, _F = LoadState, LoadEvent, LoadEffect
+
+TABLE: Mapping[tuple[LoadState, LoadEvent], tuple[LoadState, tuple[LoadEffect, ...]]] = {
+    (_S.NEW, _E.PARAMS): (_S.COMPARING, ()),
+    (_S.NEW, _E.TICKET): (_S.FOLLOWING, ()),
+    (_S.NEW, _E.LAST_TURN): (_S.ASKING, (_F.CLAIM,)),
+    (_S.NEW, _E.LOCAL): (_S.LOCAL, (_F.COMPUTE_LOCALLY,)),
+    (_S.NEW, _E.REFUSED): (_S.REFUSED, ()),
+    (_S.NEW, _E.NOTHING_TO_LOAD): (_S.GONE, ()),
+    # Of another prompt P hears nothing: a client may have sent parameters of somebody else.
+    (_S.COMPARING, _E.SAME_PROMPT): (_S.WAITING, ()),
+    (_S.COMPARING, _E.LOCAL): (_S.LOCAL, (_F.COMPUTE_LOCALLY,)),
+    (_S.COMPARING, _E.REFUSED): (_S.REFUSED, ()),
+    (_S.ASKING, _E.HELD): (_S.WAITING, ()),
+    (_S.ASKING, _E.NOTHING_TO_LOAD): (_S.GONE, (_F.RELEASE,)),
+    (_S.ASKING, _E.LOCAL): (_S.LOCAL, (_F.COMPUTE_LOCALLY, _F.RELEASE)),
+    (_S.ASKING, _E.REFUSED): (_S.REFUSED, (_F.RELEASE_UNREAD,)),
+    (_S.ASKING, _E.ENDED): (_S.GONE, (_F.RELEASE_UNREAD,)),
+    (_S.ASKING, _E.ABORTED): (_S.GONE, (_F.RELEASE,)),
+    (_S.WAITING, _E.SHARED): (_S.ASKING, (_F.CLAIM,)),
+    (_S.WAITING, _E.LASTS): (_S.WAITING, (_F.CLAIM,)),
+    (_S.WAITING, _E.BLOCKS): (_S.LOADING, (_F.ORDER,)),
+    (_S.WAITING, _E.UNREADABLE): (_S.FAILING, (_F.REPORT_FAILED, _F.RELEASE_FAILED)),
+    (_S.WAITING, _E.NOTHING_TO_LOAD): (_S.GONE, (_F.RELEASE,)),
+    (_S.WAITING, _E.LOCAL): (_S.LOCAL, (_F.COMPUTE_LOCALLY, _F.RELEASE)),
+    (_S.WAITING, _E.REFUSED): (_S.REFUSED, (_F.RELEASE_UNREAD,)),
+    (_S.WAITING, _E.ENDED): (_S.GONE, (_F.RELEASE_UNREAD,)),
+    (_S.WAITING, _E.ABORTED): (_S.GONE, (_F.RELEASE,)),
+    (_S.FOLLOWING, _E.HANDED_OFF): (_S.NEW, (_F.TICKET_LATE,)),
+    (_S.FOLLOWING, _E.BLOCKS): (_S.PIECES, (_F.PLACE,)),
+    (_S.FOLLOWING, _E.UNREADABLE): (_S.FAILING, (_F.TICKET_CANCELLED, _F.REPORT_FAILED)),
+    (_S.FOLLOWING, _E.NOTHING_TO_LOAD): (_S.GONE, (_F.TICKET_CANCELLED,)),
+    (_S.FOLLOWING, _E.LOCAL): (_S.LOCAL, (_F.TICKET_REFUSED, _F.COMPUTE_LOCALLY)),
+    (_S.FOLLOWING, _E.REFUSED): (_S.REFUSED, (_F.TICKET_REFUSED,)),
+    (_S.FOLLOWING, _E.TICKET_LOST): (_S.REFUSED, (_F.TICKET_LOST,)),
+    (_S.FOLLOWING, _E.ENDED): (_S.GONE, (_F.TICKET_CANCELLED,)),
+    (_S.FOLLOWING, _E.ABORTED): (_S.GONE, (_F.TICKET_CANCELLED,)),
+    (_S.PIECES, _E.SETTLED): (_S.PIECES, (_F.ORDER,)),
+    (_S.PIECES, _E.HANDED_OFF): (_S.LOADING, (_F.TICKET_HANDED_OFF, _F.ORDER)),
+    (_S.PIECES, _E.UNREADABLE): (_S.FAILING, (_F.TICKET_HANDED_OFF, _F.REPORT_FAILED)),
+    (_S.PIECES, _E.TICKET_LOST): (_S.FAILING, (_F.TICKET_LOST, _F.REPORT_FAILED)),
+    (_S.PIECES, _E.ENDED): (_S.PIECES, ()),
+    (_S.PIECES, _E.ABORTED): (_S.PIECES, ()),
+    (_S.PIECES, _E.CANCELLED): (_S.LOADING, (_F.TICKET_CANCELLED, _F.CANCEL_READ)),
+    (_S.LOADING, _E.LASTS): (_S.LOADING, (_F.CLAIM,)),
+    (_S.LOADING, _E.LOADED): (_S.GONE, (_F.RELEASE_UNNOTIFIED,)),
+    (_S.LOADING, _E.FAILED): (_S.GONE, (_F.RELEASE_FAILED,)),
+    (_S.LOADING, _E.FAILED_TRANSIENT): (_S.RETRYING, ()),
+    (_S.LOADING, _E.ENDED): (_S.LOADING, ()),
+    (_S.LOADING, _E.ABORTED): (_S.LOADING, ()),
+    (_S.RETRYING, _E.LASTS): (_S.RETRYING, (_F.CLAIM,)),
+    (_S.RETRYING, _E.BLOCKS): (_S.LOADING, (_F.ORDER,)),
+    (_S.RETRYING, _E.UNREADABLE): (_S.FAILING, (_F.REPORT_FAILED, _F.RELEASE_FAILED)),
+    (_S.RETRYING, _E.NOTHING_TO_LOAD): (_S.GONE, (_F.RELEASE,)),
+    (_S.RETRYING, _E.LOCAL): (_S.LOCAL, (_F.COMPUTE_LOCALLY, _F.RELEASE)),
+    (_S.RETRYING, _E.ENDED): (_S.GONE, (_F.RELEASE_UNREAD,)),
+    (_S.RETRYING, _E.ABORTED): (_S.GONE, (_F.RELEASE,)),
+    (_S.REFUSED, _E.BLOCKS): (_S.FAILING, (_F.REPORT_FAILED,)),
+    # Another connector loads it, or the prompt must not read the cache.
+    (_S.REFUSED, _E.NOTHING_TO_LOAD): (_S.LOCAL, (_F.COMPUTE_LOCALLY,)),
+    (_S.REFUSED, _E.ENDED): (_S.GONE, ()),
+    (_S.REFUSED, _E.ABORTED): (_S.GONE, ()),
+    (_S.FAILING, _E.FAILED): (_S.GONE, ()),
+    (_S.FAILING, _E.ENDED): (_S.FAILING, ()),
+    (_S.FAILING, _E.ABORTED): (_S.FAILING, ()),
+}
+"""The next state, and what is done, for each event that a state can meet."""
+
+_MAY_BE_CLAIMED = (LoadState.WAITING, LoadState.LOADING, LoadState.RETRYING)
+
+
+class Purpose(enum.Enum):
+    """What the engine does with a request after it is loaded."""
+
+    DECODE = enum.auto()
+    NEXT_TURN = enum.auto()
+    """It prefills the request for another engine, and computes what it cannot read of the turn before."""
+
+
+class End(enum.Enum):
+    """How a request has ended before its load has."""
+
+    FINISHED = enum.auto()
+    ABORTED = enum.auto()
+
+
+@dataclass
+class Attempt:
+    """One read of a load, and what the ranks have reported of it.
+
+    Attributes:
+        number: how many reads there were with this one.
+        first_tokens: where ranks have not filled blocks from their start, see `WorkerReport`.
+        verified_by_board: whether a rank has seen in P's lease board that P holds the blocks, and so has not asked P.
+        rank_failed: whether a rank has failed.
+    """
+
+    number: int
+    first_tokens: dict[int, int] = field(default_factory=dict)
+    verified_by_board: bool = False
+    rank_failed: bool = False
+
+
+@dataclass(eq=False)
+class Load:
+    """A request that is to be loaded from P.
+
+    Attributes:
+        request: vLLM's.
+        state: see `TABLE`; only `Loads.on` changes it.
+        purpose: what the request is loaded for.
+        remote: what P said of it; None if nothing that can be read.
+        ticket: how it is followed while P computes its prompt; None if it is not.
+        refusal: why it cannot be loaded, or is computed here; None otherwise.
+        num_tokens: tokens to have afterwards; 0 as long as that is not known.
+        is_shared: whether other requests read the same blocks.
+        claim: what P holds the blocks for; None if D does not renew it.
+        attempt: the last read; None before the first.
+        end: how the request has ended meanwhile; None if it has not.
+        since: when it was added, or handed off, on the monotonic clock.
+        waits_since: when vLLM first asked how much is loaded, since it has no blocks; None before.
+        reader: random number by which P knows this reader of its blocks.
+        traceparent: of its request, if that is traced.
+    """
+
+    request: Request
+    state: LoadState = LoadState.NEW
+    purpose: Purpose = Purpose.DECODE
+    remote: PrefillParams | None = None
+    ticket: FollowedLoad | None = None
+    refusal: Failure | None = None
+    num_tokens: int = 0
+    is_shared: bool = False
+    claim: LeaseClaim | None = None
+    attempt: Attempt | None = None
+    end: End | None = None
+    since: float = field(default_factory=time.monotonic)
+    waits_since: float | None = None
+    reader: int = field(default_factory=random_id)
+    traceparent: str | None = None
+
+    @property
+    def request_id(self) -> str:
+        """Name of its request."""
+        name: str = self.request.request_id
+        return name
+
+    @property
+    def must_be_confirmed(self) -> bool:
+        """Whether P has to say that it holds the blocks before they are loaded: it may have freed them long ago."""
+        return self.is_shared or self.purpose is Purpose.NEXT_TURN
+
+    def begin_attempt(self) -> None:
+        """Count a read that is about to be ordered."""
+        self.attempt = Attempt(1 if self.attempt is None else self.attempt.number + 1)
+
+    def trace(self) -> Trace | None:
+        """Return what the workers have to know of its trace, once an attempt has begun."""
+        if self.traceparent is None or self.attempt is None:
+            return None
+        waited = 0.0 if self.attempt.number > 1 else time.monotonic() - self.since
+        return Trace(self.traceparent, waited)
+
+
+class Loads:
+    """The loads of an engine, by request, and the only place in which they change their state.
+
+    Attributes:
+        by_id: loads that have not ended, by request.
+        unclaimed: those of them that D may claim, and has not: P knows nothing of them.
+    """
+
+    def __init__(self) -> None:
+        """Start without loads."""
+        self.by_id: dict[str, Load] = {}
+        self.unclaimed: dict[str, Load] = {}
+        self._comparing: dict[str, Load] = {}
+
+    def on(self, load: Load, event: LoadEvent) -> tuple[LoadEffect, ...]:
+        """Move a load on, and return what has to be done about it.
+
+        Raises:
+            KeyError: the table has no such event in this state, which is an error of the caller's.
+        """
+        load.state, effects = TABLE[load.state, event]
+        name = load.request_id
+        if load.state.is_end:
+            self.by_id.pop(name, None)
+        elif load.state is not LoadState.NEW:
+            self.by_id[name] = load
+        _keep(self._comparing, load, load.state is LoadState.COMPARING)
+        _keep(self.unclaimed, load, load.claim is None and load.state in _MAY_BE_CLAIMED)
+        return effects
+
+    def claimed(self, load: Load, claim: LeaseClaim) -> None:
+        """Note that P holds the blocks of a load for this claim."""
+        load.claim = claim
+        self.unclaimed.pop(load.request_id, None)
+
+    def comparing(self) -> list[Load]:
+        """Return the loads whose prompts are not compared yet, in the order in which they came."""
+        return list(self._comparing.values())
+
+
+def _keep(loads: dict[str, Load], load: Load, belongs: bool) -> None:
+    if belongs:
+        loads[load.request_id] = load
+    else:
+        loads.pop(load.request_id, None)

@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an engine asks the listener of another engine: one question at a time on a connection, several connections."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from kvhma.errors import HandshakeError, HandshakeTimeoutError
+from kvhma.text import one_line
+from kvhma.vllm.peers.sockets import keep_alive
+from kvhma.vllm.wire.messages import (
+    HEADER_BYTES,
+    MAX_ANSWER_BYTES,
+    MAX_IDENTITY_BYTES,
+    MAX_PROGRESS_BYTES,
+    MAX_QUESTION_BYTES,
+    Answer,
+    AskWorkerIdentity,
+    Done,
+    EngineInfo,
+    Follow,
+    Leases,
+    Progress,
+    Question,
+    SignedWorkerIdentity,
+    frame,
+    frame_length,
+    read_answer,
+)
+from kvhma.vllm.wire.params import Address
+from kvhma.vllm.wire.secrets import Secrets
+
+_CHUNK = 256 << 10
+_FOLLOW_SECONDS = 2.0
+"""Least time for an answer to `Follow`, after the time that the question lets it wait: a listener may be a second late.
+"""
+
+_UNDER_WAY = (errno.EINPROGRESS, errno.EALREADY, errno.EWOULDBLOCK)
+_TLS_ALERT = b"\x15\x03"
+
+_MAX_BYTES: dict[type[Question], int] = {AskWorkerIdentity: MAX_IDENTITY_BYTES, Follow: MAX_PROGRESS_BYTES}
+"""The limits for answers that may be longer than the others."""
+
+AnswerT = TypeVar("AnswerT", EngineInfo, SignedWorkerIdentity, Leases, Progress, Done)
+
+
+class Client:
+    """Asks one listener, one question at a time. It belongs to one thread at a time.
+
+    Attributes:
+        waiting: whether a question has no answer yet.
+        context: the TLS context of the connection; None without a secret.
+        deadline: for the answer, or for the connection, on the monotonic clock.
+        on_received: called with the bytes received so far of an answer, whenever there are more. :meth:`poll` and
+            :meth:`ask` then raise what this raises.
+    """
+
+    def __init__(self, address: Address, timeout: float, secrets: Secrets, *, wait: bool = True) -> None:
+        """Connect to a numeric address.
+
+        Args:
+            address: of the listener.
+            timeout: seconds to wait for the connection, and for each whole answer.
+            secrets: of this engine. If it has a secret, the listener needs the same.
+            wait: whether to wait for the connection. Without waiting, :meth:`poll` connects, and its errors are those
+                of the first question.
+
+        Raises:
+            HandshakeError: the address is not numeric, only one side has a secret, or the secrets differ.
+            HandshakeTimeoutError: no listener is there, or it does not answer in time.
+        """
+        self._address = address
+        self._timeout = timeout
+        self.waiting = False
+        self.on_received: Callable[[int], None] | None = None
+        self.context = secrets.client_context()
+        self.deadline = time.monotonic() + timeout
+        self._answer_seconds = timeout
+        self._last_deadline = math.inf
+        self._unsent = memoryview(b"")
+        self._received = bytearray()
+        self._limit = 0
+        self._asked = ""
+        self._error: HandshakeError | None = None
+        # Not bound to this client: a reference cycle would hold its bytes after its end.
+        self._opening: Callable[[Client], None] | None = Client._connect
+        """What is left to do before questions can be sent; None if the connection is open."""
+        self._wants = select.POLLOUT
+        """What it waits for while it opens."""
+        self._place, self._socket = self._make_socket()
+        try:
+            while not self.poll() and wait and self._opening is not None:
+                _ready(self._socket, self._wants, self.deadline - time.monotonic())
+            if wait and self._error is not None:
+                raise self._error
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._socket.close()
+
+    def fileno(self) -> int:
+        """Return the file descriptor that has one of `events` when :meth:`poll` may make progress."""
+        return self._socket.fileno()
+
+    @property
+    def events(self) -> int:
+        """Events of :mod:`select` that :meth:`poll` waits for."""
+        if self._opening is not None:
+            return self._wants
+        return select.POLLIN | (select.POLLOUT if self._unsent else 0)
+
+    @property
+    def received(self) -> int:
+        """Bytes of an incomplete answer."""
+        return len(self._received)
+
+    def ask(self, question: Question, kind: type[AnswerT], *, deadline: float = math.inf) -> AnswerT:
+        """Ask and wait for an answer of a kind, at most until the deadline on the monotonic clock.
+
+        Raises:
+            HandshakeError: the listener refuses the question, or its answer is of another kind.
+            HandshakeTimeoutError: no answer in time. The client cannot be used any more.
+        """
+        self.send(question, deadline=deadline)
+        return self.receive(kind)
+
+    def send(self, question: Question, *, deadline: float = math.inf) -> None:
+        """Ask without waiting. Receive the answer before the next question, at most until the deadline.
+
+        Raises:
+            HandshakeError: the question is too long.
+            HandshakeTimeoutError: the connection has ended. The client cannot be used any more.
+        """
+        data = frame(question)
+        if len(data) - HEADER_BYTES > MAX_QUESTION_BYTES:
+            raise HandshakeError(f"a question has {len(data)} bytes, at most {MAX_QUESTION_BYTES} can be asked")
+        if self._error is None and (self.waiting or (self._opening is None and not self.idle())):
+            self._attempt(self._read)  # nothing was asked, so what comes says why the connection has ended
+            self._error = self._error or HandshakeTimeoutError(f"{self._address} was asked and has not answered yet")
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        self.waiting, self._asked = True, type(question).__name__
+        self._unsent = memoryview(data)
+        self._limit = _MAX_BYTES.get(type(question), MAX_ANSWER_BYTES)
+        self._answer_seconds = answer_seconds(question, self._timeout)
+        self._last_deadline = deadline
+        self.deadline = min(self.deadline, deadline)
+        if self._opening is None:
+            self._begin_answer()
+            self._attempt(self._flush)
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+
+    def idle(self) -> bool:
+        """Return whether the next question can be asked: no answer is missing, and the connection is open."""
+        if self.waiting or self._error is not None:
+            return False
+        # Without a question only the end of the connection can come.
+        return not _ready(self._socket, select.POLLIN, 0)
+
+    def poll(self) -> bool:
+        """Return whether a whole answer or an error is here, so that :meth:`receive` would not wait. Never waits."""
+        if self._opening is not None and self._error is None:
+            self._attempt(self._open)
+        if self._opening is None and self.waiting and self._error is None and not self._complete():
+            self._attempt(self._flush)
+            self._attempt(self._read)
+        if self._error is None and not self._complete() and time.monotonic() >= self.deadline:
+            self._error = HandshakeTimeoutError(f"no answer from {self._address} in {self._timeout:.3g} s")
+        return self._error is not None or self._complete()
+
+    def receive(self, kind: type[AnswerT]) -> AnswerT:
+        """Wait for an answer of a kind. Errors as for :meth:`ask`."""
+        while not self.poll():
+            _ready(self._socket, self.events, self.deadline - time.monotonic())
+        answer = self._take_answer()
+        if not isinstance(answer, kind):
+            raise HandshakeError(f"{self._address} answers {self._asked} with {type(answer).__name__}")
+        return answer
+
+    def _take_answer(self) -> Answer:
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        data, self._received = self._received, bytearray()
+        self.waiting = False
+        return read_answer(memoryview(data)[HEADER_BYTES:])
+
+    def _complete(self) -> bool:
+        received = self._received
+        return len(received) >= HEADER_BYTES and len(received) == HEADER_BYTES + frame_length(received)
+
+    # --- bytes ---------------------------------------------------------------------------------------------
+
+    def _attempt(self, what: Callable[[], None]) -> None:
+        """Send or read without waiting; an error becomes the answer."""
+        try:
+            what()
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            pass
+        except HandshakeError as error:
+            self._error = self._error or error
+        except OSError as error:
+            self._error = self._error or self._failure(error)
+
+    def _flush(self) -> None:
+        while self._unsent:
+            self._unsent = self._unsent[self._socket.send(self._unsent) :]
+
+    def _read(self) -> None:
+        while not self._complete():
+            data = self._socket.recv(_CHUNK)
+            if not data:
+                raise HandshakeTimeoutError(f"no answer from {self._address}: it has ended the connection")
+            self._received += data
+            self._check_received()
+            if self.on_received is not None:
+                self.on_received(len(self._received))
+
+    def _check_received(self) -> None:
+        """Refuse bytes that do not begin an answer, before more are stored."""
+        if self.context is None and self._received.startswith(_TLS_ALERT):
+            raise HandshakeError(
+                f"{self._address} has a secret and this engine has none: set secret_file or KVHMA_SECRET here too"
+            )
+        if len(self._received) < HEADER_BYTES:
+            return
+        length = frame_length(self._received)
+        if length > self._limit:
+            raise HandshakeError(
+                f"the answer of {self._address} is not one of this protocol: it has {length} bytes, "
+                f"at most {self._limit} are expected"
+            )
+        if len(self._received) > HEADER_BYTES + length:
+            raise HandshakeError(f"{self._address} says more than it was asked")
+
+    # --- connecting ----------------------------------------------------------------------------------------
+
+    def _make_socket(self) -> tuple[Any, socket.socket | ssl.SSLSocket]:
+        """Return the address for the system, and a socket that never waits."""
+        if not self._address.is_numeric:
+            raise HandshakeError(f"remote_host {one_line(self._address.host)!r} is not numeric")
+        try:
+            ((family, kind, _, _, place), *_) = socket.getaddrinfo(
+                self._address.host, self._address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+            )
+            made = socket.socket(family, kind)
+        except OSError as error:
+            raise self._failure(error) from error
+        made.setblocking(False)
+        return place, made
+
+    def _open(self) -> None:
+        """Connect, and do the handshake, as far as that does not wait."""
+        while self._opening is not None:
+            self._opening(self)
+
+    def _connect(self) -> None:
+        error = self._socket.connect_ex(self._place)
+        if error in _UNDER_WAY:
+            raise BlockingIOError
+        if error not in (0, errno.EISCONN):
+            raise OSError(error, os.strerror(error))
+        keep_alive(self._socket)
+        if self.context is None:
+            self._note_open()
+        else:
+            self._socket = self.context.wrap_socket(self._socket, do_handshake_on_connect=False)
+            self._opening = Client._shake_hands
+
+    def _shake_hands(self) -> None:
+        assert isinstance(self._socket, ssl.SSLSocket)  # noqa: S101
+        try:
+            self._socket.do_handshake()
+        except ssl.SSLWantReadError:
+            self._wants = select.POLLIN
+            raise
+        except ssl.SSLWantWriteError:
+            self._wants = select.POLLOUT
+            raise
+        self._note_open()
+
+    def _note_open(self) -> None:
+        self._opening = None
+        if self.waiting:
+            self._begin_answer()
+
+    def _begin_answer(self) -> None:
+        """Begin the time for an answer."""
+        self.deadline = min(time.monotonic() + self._answer_seconds, self._last_deadline)
+
+    def _failure(self, error: OSError) -> HandshakeError:
+        """Return the error to raise for an error of the connection."""
+        reason = getattr(error, "reason", None) or ""
+        if "CERTIFICATE" in reason or "UNKNOWN_CA" in reason:
+            return HandshakeError(
+                f"the secrets of {self._address} and of this engine differ: one does not accept what the other one uses"
+            )
+        if isinstance(error, ssl.SSLError) and self._opening is not None and not isinstance(error, ssl.SSLEOFError):
+            return HandshakeError(
+                f"{self._address} has no secret and this engine has one: set secret_file or KVHMA_SECRET there too "
+                f"({reason})"
+            )
+        return HandshakeTimeoutError(f"no answer from {self._address}: {error}")
+
+
+class ClientPool:
+    """Connected clients of one listener. A new connection takes several times as long to answer."""
+
+    def __init__(self, address: Address, timeout: float, secrets: Secrets, *, kept: int = 4) -> None:
+        """Start without clients; keep at most so many. Other arguments as for :class:`Client`."""
+        self._address = address
+        self._timeout = timeout
+        self._secrets = secrets
+        self._kept = kept
+        self._idle: list[Client] = []
+        self._closed = False
+        self.used_at = time.monotonic()
+        """When a client was last taken or released."""
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Return the number of idle clients."""
+        return len(self._idle)
+
+    def take_client(self) -> Client:
+        """Return a client for one thread, until :meth:`release_client`; connect if no client is idle.
+
+        Raises:
+            HandshakeError: the connection fails, see :class:`Client`.
+        """
+        return self.take_idle_client() or Client(self._address, self._timeout, self._secrets)
+
+    def take_idle_client(self) -> Client | None:
+        """Return a connected client, or None if no client is idle. Never waits."""
+        while True:
+            with self._lock:
+                self.used_at = time.monotonic()
+                if not self._idle:
+                    return None
+                client = self._idle.pop()
+            if client.context is self._secrets.client_context() and client.idle():
+                return client
+            client.close()
+
+    def release_client(self, client: Client) -> None:
+        """Return a client to the pool, unless it still waits for an answer."""
+        with self._lock:
+            self.used_at = time.monotonic()
+            if client.idle() and not self._closed and len(self._idle) < self._kept:
+                self._idle.append(client)
+                return
+        client.close()
+
+    def close(self) -> None:
+        """Disconnect all idle clients."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for client in idle:
+            client.close()
+
+
+def answer_seconds(question: Question, seconds: float) -> float:
+    """Return how long an answer may take, if one that the listener knows at once may take some `seconds`."""
+    if isinstance(question, Follow):
+        return max(seconds, _FOLLOW_SECONDS) + question.max_wait_seconds
+    return seconds
+
+
+def _ready(of: socket.socket, events: int, seconds: float) -> bool:
+    """Wait until a socket is ready or has failed; return whether it is."""
+    poller = select.poll()
+    poller.register(of, events)
+    return bool(poller.poll(max(0, math.ceil(seconds * 1000))))

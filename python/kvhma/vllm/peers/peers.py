@@ -1,0 +1,478 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a scheduler or a worker reaches the listeners of other engines: a thread asks, so that no caller waits.
+
+ask -> queued -> look-up of a name -> connecting -> asked -> answered, or an error
+         |                                            |
+         '------------ an idle connection ------------'
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from kvhma.errors import HandshakeError, HandshakeTimeoutError
+from kvhma.vllm.counters import Counters
+from kvhma.vllm.peers.client import AnswerT, Client, ClientPool, answer_seconds
+from kvhma.vllm.peers.names import look_up
+from kvhma.vllm.peers.room import MAX_AT_ADDRESS, Room
+from kvhma.vllm.threads import SupervisedThread
+from kvhma.vllm.wire.messages import Follow, Question
+from kvhma.vllm.wire.params import Address
+from kvhma.vllm.wire.peer_log import logger
+from kvhma.vllm.wire.secrets import Secrets
+
+_MAX_QUEUED_AT_ADDRESS = 128
+"""Most calls at one address that wait for room. Further calls fail at once."""
+
+_MAX_QUEUED = 8192
+"""Most calls that wait for room. Further calls to unknown peers fail at once."""
+
+_RESPONSIVE_SECONDS = 1.0
+"""An engine is responsive if it answers within this time, and the time for which the question lets it wait."""
+
+_IDLE_SECONDS = 60.0
+"""How long an idle connection stays."""
+
+_TURN_SECONDS = 1.0
+"""Longest time between two turns of the thread, and between two looks for connections to close."""
+
+_RETRY_SECONDS = 1.0
+"""Pause after a task that has failed."""
+
+_CLOSE_SECONDS = 1.0
+"""How long :meth:`Peers.close` waits for the thread."""
+
+_BUSY_SECONDS = 0.01
+"""Processor time after which the thread pauses as long: peers decide how much they send."""
+
+_DRAIN = 4096
+"""Most wake-ups that one turn takes."""
+
+Task = Callable[[float], float]
+"""Takes the time on the monotonic clock, and returns when it wants to run again."""
+
+
+class Call(Future[AnswerT]):
+    """A question to another engine, and the future of its answer. :class:`Peers` makes it."""
+
+    def __init__(
+        self, address: Address, question: Question, kind: type[AnswerT], on_received: Callable[[int], None] | None
+    ) -> None:
+        """Arguments as for :meth:`Peers.ask`."""
+        super().__init__()
+        self.address = address
+        self.question = question
+        self.kind: type[AnswerT] = kind
+        self.on_received = on_received
+        self.is_long = isinstance(question, Follow)
+        self.is_unknown = False
+        """Whether the peer was unknown when the thread began to ask it."""
+        self.begun = self.deadline = math.inf
+        """When the thread began to ask, and until when it waits for what comes next."""
+        self.last_deadline = math.inf
+        self.anew = False
+        self.name: Future[Address] | None = None
+        """The look-up of the address, until it is done."""
+        self.client: Client | None = None
+        self.watched: int | None = None
+        """File descriptor of the connection, if the thread waits for it: the client may have closed its socket."""
+        self.is_over_idle = False
+        """Whether the connection was idle before: the peer may have closed it."""
+
+
+class Peers:
+    """Asks other engines. A scheduler has one, and so has each worker; any thread may use it.
+
+    It asks responsive engines at once, and new engines after a moment, also if clients name hundreds of silent
+    addresses: see :class:`kvhma.vllm.peers.room.Room`.
+
+    Attributes:
+        timeout: seconds for a look-up, for a connection, and for each answer.
+    """
+
+    def __init__(self, timeout: float, secrets: Secrets, counters: Counters) -> None:
+        """Start without a thread: the first question or task starts it.
+
+        Args:
+            timeout: see above.
+            secrets: of this engine.
+            counters: count restarts of the thread.
+        """
+        self.timeout = timeout
+        self._secrets = secrets
+        self._counters = counters
+        self._lock = threading.Lock()
+        self._asked: deque[Call[Any]] = deque()
+        """Calls that the thread has not seen yet."""
+        self._cancelled: deque[Call[Any]] = deque()
+        self._tasks: dict[Task, float] = {}
+        """When each task runs next."""
+        self._pools: dict[Address, ClientPool] = {}
+        self._closing = False
+        self._thread: SupervisedThread | None = None
+        self._sockets: tuple[socket.socket, socket.socket] | None = None
+        """A byte on them wakes the thread."""
+        # Only the thread uses these:
+        self._room = Room()
+        self._queues: dict[Address, deque[Call[Any]]] = {}
+        self._active: dict[Call[Any], None] = {}
+        self._has_changed = False
+        """Whether a queued call may have room now."""
+        self._selector: selectors.BaseSelector
+        self._swept_at = time.monotonic()
+
+    # --- for any thread ------------------------------------------------------------------------------------
+
+    def ask(
+        self,
+        address: Address,
+        question: Question,
+        kind: type[AnswerT],
+        *,
+        deadline: float = math.inf,
+        on_received: Callable[[int], None] | None = None,
+        anew: bool = False,
+    ) -> Call[AnswerT]:
+        """Ask an engine. The result of the call is the answer, or a `HandshakeError`; its callbacks run in the thread.
+
+        Args:
+            address: of its listener.
+            question: what to ask.
+            kind: of the answer.
+            deadline: for the answer, on the monotonic clock; the timeout holds beside it.
+            on_received: the thread calls it with the bytes so far of an unfinished answer. The call fails with what it
+                raises.
+            anew: whether to ask over a new connection, and close it: an old one may lead to another host than the
+                address does now.
+        """
+        call = Call(address, question, kind, on_received)
+        call.last_deadline, call.anew = deadline, anew
+        with self._lock:
+            closing = self._closing
+            if not closing:
+                self._asked.append(call)
+        if closing:
+            call.set_exception(HandshakeTimeoutError(f"{address} is not asked: this engine stops"))
+        self._wake()
+        return call
+
+    def cancel(self, call: Call[Any]) -> None:
+        """Stop waiting for an answer. Callbacks of the call run in this thread."""
+        if call.cancel():
+            self._cancelled.append(call)
+            self._wake()
+
+    def pool(self, address: Address) -> ClientPool:
+        """Return the idle connections with an engine. With one of these a thread can ask without another thread."""
+        with self._lock:
+            found = self._pools.get(address)
+            if found is None:
+                kept = 0 if self._closing else MAX_AT_ADDRESS
+                found = self._pools[address] = ClientPool(address, self.timeout, self._secrets, kept=kept)
+            return found
+
+    def close_idle(self, address: Address) -> None:
+        """Close the idle connections with an engine."""
+        with self._lock:
+            pool = self._pools.pop(address, None)
+        if pool is not None:
+            pool.close()
+
+    def run_task(self, task: Task, at: float = 0.0) -> bool:
+        """Run a task in the thread, at a time on the monotonic clock or before, and again when it wants to.
+
+        Returns:
+            Whether the thread runs. If it does not, a later question or task starts it.
+        """
+        self._plan_task(task, at)
+        self._wake()
+        return self._thread is not None
+
+    def close(self) -> None:
+        """Stop the thread. Calls without an answer fail."""
+        with self._lock:
+            self._closing = True
+        self._wake()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_SECONDS)
+        while self._asked:
+            call = self._asked.popleft()
+            _fail(call, HandshakeTimeoutError(f"{call.address} is not asked: this engine stops"))
+        for address in list(self._pools):
+            self.close_idle(address)
+        for end in self._sockets or ():
+            end.close()
+
+    def _wake(self) -> None:
+        """Wake the thread, or start it."""
+        unasked: list[Call[Any]] = []
+        with self._lock:
+            if self._thread is None and not self._closing:
+                try:
+                    self._start_thread()
+                except (RuntimeError, OSError) as error:  # there can be no more threads, or no more sockets
+                    logger.warning("kvhma: cannot ask other engines: %s", error)
+                    unasked = list(self._asked)
+                    self._asked.clear()
+        for call in unasked:
+            _fail(call, HandshakeTimeoutError(f"{call.address} is not asked: no thread could be started"))
+        if self._sockets is not None:
+            with contextlib.suppress(OSError):  # if full, the thread wakes up anyway; if closed, it has ended
+                self._sockets[1].send(b"!")
+
+    def _plan_task(self, task: Task, at: float) -> None:
+        with self._lock:
+            self._tasks[task] = min(self._tasks.get(task, math.inf), at)
+
+    def _start_thread(self) -> None:
+        if self._sockets is None:
+            self._sockets = socket.socketpair()
+            for end in self._sockets:
+                end.setblocking(False)
+            self._selector = selectors.DefaultSelector()
+            self._selector.register(self._sockets[0], selectors.EVENT_READ)
+        self._thread = SupervisedThread("kvhma-peers", self._run, self._counters)
+
+    # --- the thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        ready: list[Any] = []
+        busy = 0.0
+        while not self._closing:
+            cpu = time.thread_time()
+            self._take_turn(ready)
+            busy += time.thread_time() - cpu
+            if busy > _BUSY_SECONDS:
+                time.sleep(busy)
+                busy = 0.0
+            waits = time.monotonic()
+            ready = [key.data for key, _ in self._selector.select(self._pause(waits))]
+            busy = max(0.0, busy - (time.monotonic() - waits))
+        self._stop()
+
+    def _take_turn(self, ready: list[Any]) -> None:
+        """Do all that can be done without waiting; `ready` are the calls whose connection is ready."""
+        if self._sockets is not None:
+            with contextlib.suppress(BlockingIOError):
+                self._sockets[0].recv(_DRAIN)
+        now = time.monotonic()
+        self._run_tasks(now)
+        self._take_calls()
+        late = [call for call in self._active if call.deadline <= now or (call.name is not None and call.name.done())]
+        for call in dict.fromkeys([*ready, *late]):
+            if call in self._active:  # `None` is the wake-up, and a call may have ended in this turn
+                self._advance(call)
+        if self._has_changed:
+            self._start_calls()
+        if now - self._swept_at > _TURN_SECONDS:
+            self._swept_at = now
+            self._close_unused(now)
+
+    def _run_tasks(self, now: float) -> None:
+        with self._lock:
+            due = [task for task, at in self._tasks.items() if at <= now]
+            self._tasks |= dict.fromkeys(due, math.inf)
+        error: BaseException | None = None
+        for task in due:
+            wanted = now + _RETRY_SECONDS
+            try:
+                wanted = task(now)
+            except BaseException as raised:  # the other tasks run all the same
+                error = error or raised
+            self._plan_task(task, wanted)
+        if error is not None:
+            raise error
+
+    def _take_calls(self) -> None:
+        """Queue new calls, and drop cancelled ones."""
+        queued = sum(map(len, self._queues.values()))
+        while self._asked:
+            call = self._asked.popleft()
+            is_full = queued >= _MAX_QUEUED and not self._room.is_responsive(call.address)
+            if is_full or len(self._queues.get(call.address, ())) >= _MAX_QUEUED_AT_ADDRESS:
+                _fail(call, HandshakeTimeoutError(f"too many questions wait for {call.address}, or for other peers"))
+                continue
+            self._queues.setdefault(call.address, deque()).append(call)
+            self._has_changed = True
+            queued += 1
+        while self._cancelled:
+            call = self._cancelled.popleft()
+            if call in self._active:
+                self._release(call, in_time=None)
+            else:
+                with contextlib.suppress(KeyError, ValueError):
+                    self._queues[call.address].remove(call)
+                    self._has_changed = True
+
+    def _start_calls(self) -> None:
+        """Ask what has room, in turn."""
+        self._has_changed = False
+        for address in sorted(self._queues, key=self._room.turn):
+            queue = self._queues[address]
+            for is_long in (False, True):
+                while self._room.has_room(address, is_long=is_long):
+                    call = next((call for call in queue if call.is_long is is_long), None)
+                    if call is None:
+                        break
+                    queue.remove(call)
+                    if not call.cancelled():
+                        self._start(call)
+            if not queue:
+                del self._queues[address]
+
+    def _start(self, call: Call[Any]) -> None:
+        self._active[call] = None
+        call.is_unknown = self._room.note_start(call.address, is_long=call.is_long)
+        call.begun = time.monotonic()
+        self._attempt(call, self._begin)
+
+    def _advance(self, call: Call[Any]) -> None:
+        self._attempt(call, self._receive)
+
+    def _attempt(self, call: Call[Any], what: Callable[[Call[Any]], None]) -> None:
+        """Do something for a call; an error ends it."""
+        try:
+            try:
+                what(call)
+            except HandshakeTimeoutError:
+                # The peer may have closed the idle connection, as listeners do.
+                if not call.is_over_idle or call.client is None or call.client.received:
+                    raise
+                if time.monotonic() >= min(call.deadline, call.last_deadline):
+                    raise
+                call.is_over_idle = False
+                self._disconnect(call)
+                self._connect(call)
+        except BaseException as error:  # it ends this call and no other one
+            if call in self._active:
+                self._release(call, in_time=False)
+                _fail(call, error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _begin(self, call: Call[Any]) -> None:
+        call.client = None if call.anew else self.pool(call.address).take_idle_client()
+        call.is_over_idle = call.client is not None
+        if call.is_over_idle:
+            self._send(call)
+        else:
+            self._connect(call)
+
+    def _connect(self, call: Call[Any]) -> None:
+        call.deadline = min(time.monotonic() + self.timeout, call.last_deadline)
+        if call.address.is_numeric:
+            self._dial(call, call.address)
+            return
+        call.name = look_up(call.address)  # it may be another host by now
+        call.name.add_done_callback(lambda _: self._wake())
+
+    def _dial(self, call: Call[Any], numeric: Address) -> None:
+        call.client = Client(numeric, self.timeout, self._secrets, wait=False)
+        self._send(call)
+
+    def _send(self, call: Call[Any]) -> None:
+        assert call.client is not None  # noqa: S101
+        call.client.on_received = call.on_received
+        call.client.send(call.question, deadline=call.last_deadline)
+        self._receive(call)
+
+    def _receive(self, call: Call[Any]) -> None:
+        """End a call if its answer is here; otherwise wait for what its connection waits for."""
+        client = call.client
+        if client is None:
+            self._take_name(call)
+        elif client.poll():
+            answer = client.receive(call.kind)
+            seconds = answer_seconds(call.question, _RESPONSIVE_SECONDS)
+            self._release(call, in_time=time.monotonic() - call.begun <= seconds)
+            if call.set_running_or_notify_cancel():
+                call.set_result(answer)
+        else:
+            call.deadline = client.deadline
+            self._watch(call, client)
+
+    def _take_name(self, call: Call[Any]) -> None:
+        if call.name is not None and call.name.done():
+            name, call.name = call.name, None
+            self._dial(call, name.result())
+        elif time.monotonic() >= call.deadline:
+            raise HandshakeTimeoutError(f"the name of {call.address} was not looked up in {self.timeout} s")
+
+    def _watch(self, call: Call[Any], client: Client) -> None:
+        events = selectors.EVENT_READ * bool(client.events & select.POLLIN)
+        events |= selectors.EVENT_WRITE * bool(client.events & select.POLLOUT)
+        if call.watched is None:
+            self._selector.register(client.fileno(), events, call)
+            call.watched = client.fileno()
+        elif self._selector.get_key(call.watched).events != events:
+            self._selector.modify(call.watched, events, call)
+
+    def _unwatch(self, call: Call[Any]) -> None:
+        if call.watched is not None:
+            self._selector.unregister(call.watched)
+            call.watched = None
+
+    def _disconnect(self, call: Call[Any]) -> None:
+        self._unwatch(call)
+        client, call.client = call.client, None
+        if client is not None:
+            client.close()
+
+    def _release(self, call: Call[Any], *, in_time: bool | None) -> None:
+        """Stop a call, and keep its connection if that is idle; `in_time` is None if the peer has not failed."""
+        del self._active[call]
+        self._room.note_end(call.address, is_long=call.is_long, is_unknown=call.is_unknown)
+        self._has_changed = True
+        self._unwatch(call)
+        client, call.client = call.client, None
+        if client is not None:
+            client.on_received = None
+            if call.anew:
+                client.close()
+            else:
+                self.pool(call.address).release_client(client)
+        if in_time:
+            self._room.note_answer(call.address)
+        elif in_time is not None:
+            self._room.note_failure(call.address, time.monotonic())
+
+    def _close_unused(self, now: float) -> None:
+        """Close connections that were idle for long, and the oldest ones if there are too many."""
+        with self._lock:
+            pools = sorted(self._pools.items(), key=lambda item: item[1].used_at)
+        excess = sum(len(pool) for _, pool in pools) - self._room.limit
+        for address, pool in pools:
+            if not len(pool) or pool.used_at <= now - _IDLE_SECONDS or excess > 0:
+                excess -= len(pool)
+                self.close_idle(address)
+
+    def _pause(self, now: float) -> float:
+        """Return the seconds until something is due."""
+        if self._has_changed:
+            return 0.0
+        with self._lock:
+            due = list(self._tasks.values())
+        return max(0.0, min([now + _TURN_SECONDS, *due, *(call.deadline for call in self._active)]) - now)
+
+    def _stop(self) -> None:
+        for call in list(self._active):
+            self._disconnect(call)
+        queued = [call for queue in self._queues.values() for call in queue]
+        for call in [*self._active, *queued]:
+            _fail(call, HandshakeTimeoutError(f"{call.address} has not answered: this engine stops"))
+        self._selector.close()
+
+
+def _fail(call: Call[Any], error: BaseException) -> None:
+    if not call.done() and call.set_running_or_notify_cancel():
+        call.set_exception(error.with_traceback(None) if isinstance(error, HandshakeError) else error)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics and spans of reported reads."""
+
+from __future__ import annotations
+
+import logging
+
+from kvhma._kvhma import Transfer
+from kvhma.vllm.peers.worker_context import WorkerContext
+from kvhma.vllm.reads.read_machine import ActiveRead
+from kvhma.vllm.telemetry.spans import LoadTimes, Spans
+from kvhma.vllm.telemetry.stats import StatsCollector
+from kvhma.vllm.telemetry.tracing import Trace
+
+logger = logging.getLogger("vllm.kvhma")
+
+
+class ReadMetrics:
+    """Measures reads after they were reported. The pump's thread does so, while the engine continues."""
+
+    def __init__(self, context: WorkerContext, stats: StatsCollector) -> None:
+        """Start without reads."""
+        self._geometry = context.geometry
+        self._rank = str(context.rank)
+        """The label under which transfers are counted."""
+        self._stats = stats
+        self._spans = Spans(context.rank, stats)
+        self._group_labels = [f"{index} {group.kind}" for index, group in enumerate(context.geometry.groups)]
+
+    def close(self, timeout: float) -> None:
+        """Make the spans of all measured reads, for at most `timeout` seconds."""
+        self._spans.close(timeout)
+
+    def measure(self, read: ActiveRead) -> None:
+        """Measure a read that was reported."""
+        if read.command.trace is not None:
+            self._spans.queue_spans(self._times(read, read.command.trace))
+        if read.error is None and read.transfer is not None:
+            self._count(read, read.transfer)
+
+    def _count(self, read: ActiveRead, transfer: Transfer) -> None:
+        command = read.command
+        transfer_seconds = read.read_at - read.posted_at + read.post_seconds
+        clipped = [
+            max(0, span.first * group.block_size - command.cached)
+            for group, span in zip(self._geometry.groups, command.spans, strict=True)
+            if group.kind in ("sliding", "chunked")
+        ]
+        handles = [part.handle for part in read.parts if part.handle is not None]
+        posted = [handle.telemetry.descriptors for handle in handles if handle.telemetry is not None]
+        moved: dict[str, float] = {
+            "zeroed_bytes": int(transfer.zero[:, 1].sum()),
+            "permuted_bytes": 0 if read.permutes is None else int(read.permutes[:, 2:].prod(axis=1).sum()),
+        }
+        by_rank: dict[str, float] = {
+            "rank_bytes": transfer.bytes,
+            "rank_descriptors": transfer.descriptors,
+            "rank_seconds": transfer_seconds,
+        }
+        by_group = {"group_bytes": transfer.bytes_by_group, "group_descriptors": transfer.descriptors_by_group}
+        series: dict[str, float] = {}
+        if command.piece:  # the last piece is counted as the load
+            moved |= {"pieces": 1, "piece_bytes": transfer.bytes}
+        else:
+            moved |= {
+                "tokens_loaded": command.num_tokens - command.cached,
+                "tokens_cached": command.cached,
+                "tokens_clipped": sum(clipped),
+            }
+            series = {
+                "load_seconds": read.ended_at - read.ordered_at,
+                "post_seconds": read.post_seconds,
+                "transfer_seconds": transfer_seconds,
+                "bytes": transfer.bytes,
+                "selected_descriptors": sum(len(part.local) for part in read.parts),
+                "posted_descriptors": sum(posted),
+            }
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("kvhma: loaded %s from %s: %s", command.request_id, command.remote.engine_id, series | moved)
+        with self._stats.together() as stats:
+            stats.record(**series)
+            if not command.piece:
+                stats.count("lease_checks", label="board" if read.verified_by_board else "question")
+            for name, number in moved.items():
+                stats.count(name, number)
+            for name, number in by_rank.items():
+                stats.count(name, number, label=self._rank)
+            for name, numbers in by_group.items():
+                for label, of_group in zip(self._group_labels, numbers, strict=True):
+                    stats.count(name, of_group, label=label)
+
+    def _times(self, read: ActiveRead, trace: Trace) -> LoadTimes:
+        """Return the times of a read, for its spans."""
+        command, transfer = read.command, read.transfer
+        attributes: dict[str, str | int] = {
+            "gen_ai.request.id": command.request_id,
+            "kvhma.prefill_engine": command.remote.engine_id,
+            "kvhma.rank": self._rank,
+            "kvhma.handshakes": read.handshakes,
+            "kvhma.tokens_loaded": command.num_tokens - command.cached,
+            "kvhma.tokens_cached": command.cached,
+        }
+        if transfer is not None:
+            attributes |= {"kvhma.bytes": transfer.bytes, "kvhma.descriptors": transfer.descriptors}
+        return LoadTimes(
+            trace,
+            read.ordered_at,
+            read.planned_at,
+            read.posted_at - read.post_seconds,
+            read.posted_at,
+            read.read_at,
+            read.ended_at,
+            "" if read.error is None else type(read.error).__name__,
+            attributes,
+        )

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pump drives reads from their order to their report, in one thread. The engine's thread drives short reads."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import select
+import socket
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from kvhma.errors import KvhmaError, PeerLostError
+from kvhma.vllm.device.memory import Memory
+from kvhma.vllm.metadata import ReadCommand
+from kvhma.vllm.peers.prefill_engines import PrefillEngines
+from kvhma.vllm.peers.worker_context import WorkerContext
+from kvhma.vllm.reads.lease_checks import check_leases
+from kvhma.vllm.reads.read_machine import ActiveRead, ReadEvent, ReadState
+from kvhma.vllm.reads.read_metrics import ReadMetrics
+from kvhma.vllm.reads.read_steps import ReadSteps, errors_fail
+from kvhma.vllm.reads.results import LoadResults
+from kvhma.vllm.threads import SupervisedThread, short_turns
+
+_MAX_HANDSHAKES = 3
+"""Most handshakes that a read waits for. An engine that was lost after each of them will not serve it."""
+
+_START_SECONDS = 2e-3
+_MIN_STARTS = 8
+"""How long the pump starts reads before it polls those in flight, and how many it starts even if that takes longer."""
+
+_POLL_SECONDS = 5e-4
+_ANSWER_MILLISECONDS = 1
+"""Pauses between two polls: of transfers, places and the device, and with only answers of prefill engines missing."""
+
+_STAY_SECONDS = 2e-3
+"""How long the engine's thread waits for answers. Most answers come before another thread would wake up."""
+
+_SHORT_BLOCKS = 1024
+_SHORT_BYTES = 4 << 20
+"""Limits of a read that the engine's thread plans and posts. A transport may copy the bytes within the post: 1 ms."""
+
+_IDLE_BYTES = 32 << 20
+"""The limit in a step that computes nothing: only new requests wait, and no longer than for a read."""
+
+_AT_ONCE_SECONDS = 2e-2
+"""How long the engine's thread may start reads of one step."""
+
+_STARTING = (ReadState.QUEUED, ReadState.PLACING, ReadState.ZEROING, ReadState.POSTING)
+_NOT_POSTED = (ReadState.QUEUED, ReadState.CONNECTING, ReadState.PLACING, ReadState.ZEROING)
+_FOR_ANSWERS = (ReadState.CHECKING, ReadState.ASKED, ReadState.SUMMING)
+
+
+class ReadPump:
+    """Owns the thread that drives reads.
+
+    One thread is enough: starting a read is mostly Python, so several threads would wait for each other and for vLLM's.
+    A read that takes long to post does so in turns with the others.
+    """
+
+    def __init__(self, context: WorkerContext, memory: Memory, engines: PrefillEngines, results: LoadResults) -> None:
+        """Start the thread."""
+        self._agent = context.agent
+        self._timeout = context.settings.handshake_timeout
+        pages = [(layer.group, layer.page.nbytes) for layer in context.geometry.layers]
+        self._block_bytes = [
+            sum(nbytes for of_group, nbytes in pages if of_group == index) * group.ratio
+            for index, group in enumerate(context.geometry.groups)
+        ]
+        """Bytes of a block, by group."""
+        self._engines = engines
+        self._steps = ReadSteps(context, memory, engines, results)
+        self._metrics = ReadMetrics(context, results.stats)
+        self._to_measure: list[ActiveRead] = []
+        """Reads that the engine's thread has reported in this step."""
+        self._arrived: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        """What other threads have the pump's thread do."""
+        self._wakeup = socket.socketpair()
+        """A byte on them wakes the pump's thread while it waits for answers."""
+        for end in self._wakeup:
+            end.setblocking(False)
+        self._reads: list[ActiveRead] = []
+        """The reads of the pump's thread, in the order of their orders; always the same list."""
+        self._closing = False
+        self._thread = SupervisedThread("kvhma-reads", memory.device.chosen(self._run), results.stats)
+
+    # --- the engine's thread -------------------------------------------------------------------------------
+
+    def start_reads(
+        self,
+        commands: Sequence[ReadCommand],
+        after: torch.Event | None = None,
+        *,
+        at_once: bool = False,
+        idle: bool = False,
+    ) -> set[str]:
+        """Drive short reads here, give the others to the pump; return the requests whose short reads have not ended.
+
+        Args:
+            commands: of the scheduler.
+            after: device work that has to end before the blocks are written to.
+            at_once: whether the calling thread starts short reads itself, for 20 ms at most. They end earlier than in
+                the pump's thread: no thread has to wake up, and none shares the core.
+            idle: whether the calling thread computes nothing in this step. Then longer reads count as short.
+        """
+        now = time.monotonic()
+        limit = _IDLE_BYTES if idle else _SHORT_BYTES
+        # Polling a transfer may copy for all transfers in flight, so only short ones may be in flight.
+        at_once = at_once and not self._agent.is_reading
+        started: list[ActiveRead] = []
+        others: list[ActiveRead] = []
+        for command in commands:
+            read = ActiveRead(command, now, after)
+            may_start = at_once and self._is_short(command, limit) and time.monotonic() - now < _AT_ONCE_SECONDS
+            (started if may_start and self._start_at_once(read) else others).append(read)
+        if started:
+            with errors_fail(*started):
+                self._stay_with(started)
+        not_ended = [read for read in started if read.state is not ReadState.REPORTED]
+        self._to_measure += [read for read in started if read.state is ReadState.REPORTED]
+        self._add(not_ended + others)
+        return {
+            read.command.request_id
+            for read in not_ended
+            if not read.command.piece and read.state is not ReadState.QUEUED
+        }
+
+    def measure(self) -> None:
+        """Have the pump measure what the calling thread has reported, while the engine continues."""
+        reported, self._to_measure = self._to_measure, []
+        self._add(reported)
+
+    def close(self) -> None:
+        """Start no more reads, and let the thread end once all others are reported."""
+        self.measure()
+        self._put(self._close)
+
+    def join(self, timeout: float) -> None:
+        """Wait until the thread ends."""
+        self._thread.join(timeout)
+
+    def _is_short(self, command: ReadCommand, limit: int) -> bool:
+        """Return whether a read fills few blocks, of at most `limit` bytes. This does not need its plan."""
+        blocks = nbytes = 0
+        for span, block_bytes in zip(command.spans, self._block_bytes, strict=True):
+            blocks += len(span.ids)
+            nbytes += len(span.ids) * block_bytes
+        return blocks <= _SHORT_BLOCKS and nbytes <= limit
+
+    def _start_at_once(self, read: ActiveRead) -> bool:
+        """Start a read of a known engine; return whether the calling thread continues with it."""
+        with errors_fail(read):
+            # Not acquire_engine: the pump would continue after the handshake, so two threads would own the read.
+            read.engine = self._engines.acquire_known_engine(read.command.remote.incarnation)
+            if read.engine is not None:
+                self._steps.move(read, ReadEvent.KNOWN)
+                self._steps.advance(read)
+        return read.state not in _NOT_POSTED
+
+    def _stay_with(self, reads: Sequence[ActiveRead]) -> None:
+        """Drive reads, and wait a little if only answers are missing."""
+        deadline = time.monotonic() + _STAY_SECONDS
+        self._drive(reads)
+        while time.monotonic() < deadline:
+            waiting = [read for read in reads if read.state is not ReadState.REPORTED]
+            if not waiting or any(read.state not in _FOR_ANSWERS for read in waiting):
+                return
+            _wait_for_answers(waiting)
+            self._drive(waiting)
+
+    # --- both threads --------------------------------------------------------------------------------------
+
+    def _add(self, reads: Sequence[ActiveRead]) -> None:
+        """Give reads to the pump's thread. The caller must not touch them any more."""
+        if reads:
+            self._put(partial(self._reads.extend, reads))
+
+    def _put(self, work: Callable[[], None]) -> None:
+        """Have the pump's thread do some work."""
+        self._arrived.put(work)
+        with contextlib.suppress(OSError):  # full: it wakes up anyway
+            self._wakeup[1].send(b"!")
+
+    def _drive(self, reads: Sequence[ActiveRead], *, more_to_come: bool = False) -> None:
+        """Take each read as far as it comes without waiting.
+
+        Args:
+            reads: owned by the calling thread.
+            more_to_come: whether the thread will have more reads in a moment, so that one question can cover them too.
+        """
+        for read in reads:
+            self._steps.advance(read)
+        checking = [read for read in reads if read.state is ReadState.CHECKING]
+        if checking:
+            check_leases(checking, self._timeout, more_to_come=more_to_come)
+            for read in checking:
+                self._steps.advance(read)
+
+    # --- the pump's thread ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._reads or not self._closing:
+            self._wait()
+            self._drive_own()
+            self._measure_reported()
+        self._metrics.close(self._timeout)
+        for end in self._wakeup:
+            end.close()
+
+    def _wait(self) -> None:
+        """Pause until something may have happened to a read, and do what other threads have asked for."""
+        states = {read.state for read in self._reads}
+        try:
+            if states <= {ReadState.CONNECTING}:
+                self._arrived.get()()
+            elif states <= {ReadState.CONNECTING, *_FOR_ANSWERS}:
+                _wait_for_answers(self._reads, self._wakeup[0])
+            elif not states & {ReadState.QUEUED, ReadState.POSTING}:
+                self._arrived.get(timeout=_POLL_SECONDS)()
+            with contextlib.suppress(BlockingIOError):
+                self._wakeup[0].recv(4096)
+            while True:
+                self._arrived.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _drive_own(self) -> None:
+        if self._closing:
+            self._reads[:] = [read for read in self._reads if read.state not in _NOT_POSTED]
+        # Starting a read takes Python's lock some ten times.
+        starts = any(read.state in _STARTING for read in self._reads)
+        with short_turns if starts else contextlib.nullcontext():
+            for read in self._reads:  # before newer reads take the places
+                if read.state is ReadState.PLACING:
+                    self._steps.advance(read)
+            began, started = time.monotonic(), 0
+            queued = [read for read in self._reads if read.state is ReadState.QUEUED]
+            for started, read in enumerate(queued, 1):
+                self._connect(read)
+                self._steps.advance(read)
+                if started >= _MIN_STARTS and time.monotonic() - began > _START_SECONDS:
+                    break
+            self._drive(self._reads, more_to_come=started < len(queued))
+
+    def _connect(self, read: ActiveRead) -> None:
+        """Acquire the engine of a read, or begin a handshake with it."""
+        with errors_fail(read):
+            read.engine = self._engines.acquire_engine(
+                read.command.remote.incarnation,
+                lambda error: self._put(partial(self._end_handshake, read, error)),
+            )
+            if read.engine is None:
+                event = ReadEvent.HANDSHAKE
+            else:
+                event = ReadEvent.KNOWN if read.transfer is None else ReadEvent.KNOWN_AGAIN
+            self._steps.move(read, event)
+
+    def _end_handshake(self, read: ActiveRead, error: KvhmaError | None) -> None:
+        if read.state is not ReadState.CONNECTING:  # it has failed meanwhile
+            return
+        read.handshakes += 1
+        if error is None and read.handshakes > _MAX_HANDSHAKES:
+            address = read.command.remote.address
+            error = PeerLostError(f"{address} was lost after each of {_MAX_HANDSHAKES} handshakes")
+        if error is not None:
+            read.fail(error)
+        else:
+            self._steps.move(read, ReadEvent.HANDSHAKE_ENDED)
+
+    def _measure_reported(self) -> None:
+        for read in [read for read in self._reads if read.state is ReadState.REPORTED]:
+            self._reads.remove(read)
+            self._metrics.measure(read)
+
+    def _close(self) -> None:
+        self._closing = True
+
+
+def _wait_for_answers(reads: Sequence[ActiveRead], wakeup: socket.socket | None = None) -> None:
+    """Pause until a prefill engine has answered about a read or `wakeup` is readable, for a moment at most."""
+    answers = select.poll()
+    if wakeup is not None:
+        answers.register(wakeup, select.POLLIN)
+    for question in {read.question[0] for read in reads if read.question is not None}:
+        if (fileno := question.fileno()) is not None:
+            answers.register(fileno, select.POLLIN)
+    answers.poll(_ANSWER_MILLISECONDS)

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector in the scheduler's process: it passes each of vLLM's calls to the part that handles it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvhma.nixl import decode_handshake
+from kvhma.vllm.config.engine_facts import EngineFacts
+from kvhma.vllm.config.settings import Settings
+from kvhma.vllm.holds.engine_loop import STEPS_UNDER_WAY, EngineLoop
+from kvhma.vllm.holds.kept_turns import KeptTurns
+from kvhma.vllm.holds.lease_table import LeaseTable
+from kvhma.vllm.holds.prefill import PrefillScheduler
+from kvhma.vllm.holds.scheduler_context import SchedulerContext
+from kvhma.vllm.internals import check_manager
+from kvhma.vllm.loads.decode import DecodeScheduler
+from kvhma.vllm.loads.prefix_cache import has_partial_hits, hits_may_differ
+from kvhma.vllm.metadata import LocalWorkerIdentity, StepMetadata, WorkerReport
+from kvhma.vllm.telemetry.stats import StatsCollector, TransferStats
+from kvhma.vllm.wire.secrets import Secrets
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+_END_SECONDS = 5e-4
+"""How long a step that has nothing else to do waits for a lease to end. It is short, since a new request may come."""
+
+
+class KvhmaScheduler:
+    """Decides which requests are loaded, and which blocks this engine holds for how long. It moves no data.
+
+    Attributes:
+        context: state that both parts share.
+        prefill: requests that other engines load.
+        decode: requests that this engine loads from other engines.
+        kept_turns: requests that this engine has decoded and holds for their next turns; None if it does not.
+        hits_may_differ: whether groups may begin with prefix-cache hits of different lengths.
+    """
+
+    def __init__(self, settings: Settings, secrets: Secrets, engine: EngineFacts) -> None:
+        """Start without threads; :meth:`serve` begins to answer other engines."""
+        leases = LeaseTable(settings.kv_lease_duration)
+        stats = StatsCollector(lambda: lease_gauges(leases), busy=lambda: len(leases) > 0)
+        self.context = SchedulerContext(settings, engine, leases, secrets, stats)
+        self.prefill = PrefillScheduler(self.context)
+        self.decode = DecodeScheduler(self.context)
+        self.kept_turns = KeptTurns(self.context, self.prefill) if engine.keeps_answers else None
+        self.hits_may_differ = True
+        self._loop = EngineLoop(leases, self.context.peers)
+        self._idle_steps = 0
+        """Steps without work since the last step with work."""
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self.decode.close()
+        self.context.peers.close()
+        self.prefill.close()
+        self.context.prompts.close()
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """Use vLLM's block manager; from now on unread requests may hold only a share of its blocks.
+
+        Raises:
+            UnsupportedPairError: kvhma cannot exclude blocks from its prefix cache.
+        """
+        check_manager(manager)
+        self.context.manager = manager
+        self.context.partial_hits = has_partial_hits(manager)
+        # The null block is never held.
+        blocks = manager.block_pool.num_gpu_blocks - 1
+        self.context.leases.max_unread_blocks = int(blocks * self.context.settings.max_held_share)
+        self.hits_may_differ = hits_may_differ(manager)
+
+    def serve(self, hellos: Mapping[tuple[int, int], Any]) -> None:
+        """Answer other engines from now on; `hellos` are the worker identities by pipeline and tensor rank."""
+        found = {rank: hello for rank, hello in hellos.items() if isinstance(hello, LocalWorkerIdentity)}
+        if found:
+            self.context.geometry = decode_handshake(found[min(found)].data).geometry
+            self.prefill.serve(found)
+
+    def on_request_added(self, request: Request) -> None:
+        """Add a new request, and check its parameters once: no later call has to."""
+        params: Any = request.kv_transfer_params
+        if params is None:
+            return
+        if not isinstance(params, dict):
+            request.kv_transfer_params = None  # vLLM itself takes it for a dictionary
+            text = f"kv_transfer_params is of type {type(params).__name__}, expected a dictionary"
+            self.decode.refuse_request(request, text)
+        elif request.abort_immediately:
+            if params.get("do_remote_prefill"):
+                self.decode.release_rejected(request, params)
+        elif params.get("do_remote_prefill"):
+            self.decode.on_request_added(request, params)
+        elif params.get("do_remote_decode") is True:
+            self.prefill.on_request_added(request)
+            if self.kept_turns is not None and params.get("kvhma") is not None:
+                self.decode.add_next_turn(request, params)
+
+    def matched_tokens(self, request: Request, local: int) -> tuple[int | None, bool]:
+        """Return how many tokens beyond the `local` ones will be loaded, None if that is not known yet."""
+        found = self.decode.matched_tokens(request, local)
+        if self.kept_turns is not None and found[0] is not None:
+            self.kept_turns.on_blocks_wanted(request)
+        return found
+
+    def on_blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """Pass on the blocks that vLLM has allocated for a request."""
+        if self.kept_turns is not None:
+            self.kept_turns.on_blocks_allocated(request)
+        self.decode.on_blocks_allocated(request, blocks, external)
+
+    def make_room(self) -> bool:
+        """Free blocks for a request that lacks some, else evict kept turns; return whether the next step has more."""
+        return self.prefill.free_ended_leases() or (self.kept_turns is not None and self.kept_turns.make_room())
+
+    def needs_step(self) -> bool:
+        """Return whether vLLM must make a step though there is nothing to compute."""
+        if self.prefill.digests.is_waiting or (self.kept_turns is not None and self.kept_turns.is_settling):
+            return True
+        return self._loop.must_step()
+
+    def on_step(self, output: SchedulerOutput) -> StepMetadata:
+        """Return what the workers must know in this step."""
+        self._loop.on_step()
+        idle = output.total_num_scheduled_tokens == 0
+        self._idle_steps = self._idle_steps + 1 if idle else 0
+        if self._idle_steps > STEPS_UNDER_WAY and self.context.engine.may_wait:
+            self._wait_for_peers()
+        metadata = self.decode.take_metadata()
+        metadata.idle = idle
+        if self.kept_turns is not None:
+            self.kept_turns.on_step(output, freed=self.prefill.free_ended_leases())
+        self.prefill.on_step(output, metadata)
+        return metadata
+
+    def _wait_for_peers(self) -> None:
+        """Wait a little for other threads and engines: a spinning step would take Python's lock and cores from them."""
+        if self.decode.pending:
+            self.decode.wait_for_progress()
+        else:
+            self.context.leases.wait_for_end(_END_SECONDS)
+
+    def on_worker_results(self, output: KVConnectorOutput) -> None:
+        """Pass on which loads have ended, whose step's results these are, and what the workers have summed."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self.prefill.digests.on_worker_results(report)
+            if report.step is not None:
+                self.prefill.settling.on_step_results(report.step)
+        if self.kept_turns is not None:
+            done = (output.finished_recving or set()) - (output.failed_recving or set())
+            pending = self.decode.pending  # the call below removes them
+            self.kept_turns.on_requests_loaded({name for name in done if name in pending and pending[name].end is None})
+        self.decode.on_worker_results(output)
+
+    def on_request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        """Return the parameters by which an engine reads the blocks of an ended request; None if they are not held."""
+        if self.kept_turns is not None:
+            self.kept_turns.stop_tracking(request.request_id)
+        unfilled = self.decode.unfilled.pop(request.request_id, {})
+        if self.decode.on_request_finished(request):
+            self.prefill.discard_request(request.request_id)
+            return None
+        params = self.prefill.on_request_finished(request, tables)
+        if params is None and self.kept_turns is not None:
+            params = self.kept_turns.hold_turn(request, tables, unfilled)
+        return params
+
+    def take_stats(self) -> TransferStats | None:
+        """Return the counts since the last call."""
+        return self.context.stats.take()
+
+
+def lease_gauges(leases: LeaseTable) -> dict[str, float]:
+    """Return the gauges of what this engine holds for other engines."""
+    usage = leases.usage()
+    return {
+        "held_leases": usage.requests,
+        "pinned_blocks": usage.blocks,
+        "oldest_unread_seconds": usage.oldest_unread_seconds,
+        "held_answers": usage.kept_turns,
+    }
