@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from kvhma._kvhma import ids_to_text
+from kvhma.vllm.recent import Recent
 from kvhma.vllm.wire.messages import NO_PARAMS, AskedTicket, Follow, Progress, Settled, write_params
 from kvhma.vllm.wire.params import Incarnation, LeaseClaim
 
@@ -180,7 +181,7 @@ class TicketTable:
         self._offers: dict[bytes, Offer] = {}
         self._over: OrderedDict[bytes, float] = OrderedDict()
         """Tickets of requests that are over, and when they ended, on the monotonic clock; the oldest first."""
-        self._cancelled_early: OrderedDict[bytes, None] = OrderedDict()
+        self._cancelled_early: Recent[bytes, None] = Recent(MAX_TICKETS)
         """Tickets that followers have cancelled before P's request came, the oldest first."""
         self.on_progress: Callable[[bytes], None] = lambda ticket: None
         self.on_cancelled: Callable[[LeaseClaim], None] = lambda claim: None
@@ -265,9 +266,7 @@ class TicketTable:
         with self._lock:
             offer = self._offers.get(ticket)
             if offer is None:  # D's vLLM may reject the request before P's request comes
-                self._cancelled_early[ticket] = None
-                if len(self._cancelled_early) > MAX_TICKETS:
-                    self._cancelled_early.popitem(last=False)
+                self._cancelled_early.note(ticket, None)
                 return
         self._end(offer, OfferEvent.CANCELLED, _CANCELLED)
 

@@ -8,7 +8,6 @@ out here.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from kvhma.vllm.loads.prefix_cache import hit_blocks
 from kvhma.vllm.metadata import ReadCommand, StepMetadata, WorkerReport, merge_first_tokens
 from kvhma.vllm.prompts.items import adopt_items
 from kvhma.vllm.prompts.prompt import is_sample
+from kvhma.vllm.recent import Recent
 from kvhma.vllm.telemetry.tracing import traceparent_of
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, leads_back
@@ -94,7 +94,7 @@ class DecodeScheduler:
         self.pending = self._loads.by_id
         self._digests = DecodeDigests(context)
         self.unfilled: dict[str, dict[int, int]] = {}
-        self._shared: OrderedDict[LeaseKey, bool] = OrderedDict()
+        self._shared: Recent[LeaseKey, bool] = Recent(_KEYS_REMEMBERED)
         """Whether a request at P has, or may have, more than one reader here."""
         self._metadata = StepMetadata()
         self.failed = FailedLoads(context)
@@ -281,11 +281,7 @@ class DecodeScheduler:
     def _is_shared(self, load: Load, remote: PrefillParams) -> bool:
         """Return whether other requests have, or may get, the same parameters."""
         key = remote.lease_key
-        known = key in self._shared
-        self._shared[key] = known or is_sample(load.request_id)
-        self._shared.move_to_end(key)
-        if len(self._shared) > _KEYS_REMEMBERED:
-            self._shared.popitem(last=False)
+        self._shared.note(key, key in self._shared or is_sample(load.request_id))
         return self._shared[key]
 
     # --- What vLLM asks -----------------------------------------------------------------------------------------

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import OrderedDict
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from socket import AF_INET, AF_INET6, NI_NUMERICHOST, NI_NUMERICSERV, SOCK_STREAM, gaierror, getaddrinfo, getnameinfo
 
 from kvhma.errors import HandshakeTimeoutError
 from kvhma.text import one_line
+from kvhma.vllm.recent import Recent
 from kvhma.vllm.threads import in_thread
 from kvhma.vllm.wire.params import Address
 
@@ -23,7 +23,7 @@ So unknown peers, whose name servers may be slow on purpose, cannot block the lo
 _MAX_FOUND = 1024
 
 _lookups: dict[Address, Future[Address]] = {}
-_found: OrderedDict[Address, None] = OrderedDict()
+_found: Recent[Address, None] = Recent(_MAX_FOUND)
 """Names that have been found before."""
 
 _lookups_lock = threading.Lock()
@@ -71,7 +71,8 @@ def _look_up(address: Address) -> Address:
             with contextlib.suppress(gaierror):
                 ((*_, place), *_) = getaddrinfo(address.host, address.port, family, SOCK_STREAM)
                 numeric = Address(getnameinfo(place, NI_NUMERICHOST | NI_NUMERICSERV)[0], address.port)
-                _note_found(address)
+                with _lookups_lock:
+                    _found.note(address, None)
                 return numeric
         raise OSError("the name is not known")
     except BaseException as error:
@@ -79,11 +80,3 @@ def _look_up(address: Address) -> Address:
     finally:
         with _lookups_lock:
             _lookups.pop(address, None)
-
-
-def _note_found(address: Address) -> None:
-    with _lookups_lock:
-        _found[address] = None
-        _found.move_to_end(address)
-        if len(_found) > _MAX_FOUND:
-            _found.popitem(last=False)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import resource
-from collections import Counter, OrderedDict
+from collections import Counter
 
+from kvhma.vllm.recent import Recent
 from kvhma.vllm.wire.params import Address
 
 MAX_WAITING = 2048
@@ -35,21 +36,20 @@ _MAX_REMEMBERED = 4096
 
 
 class Room:
-    """Counts calls that wait. Responsive engines have room, also if clients name many silent addresses."""
+    """Counts calls that wait. Responsive engines have room, also if clients name many silent addresses.
+
+    Attributes:
+        limit: most calls that wait, and most connections that are kept without a call.
+    """
 
     def __init__(self) -> None:
         """Start without calls."""
-        self._limit = max(4, min(MAX_WAITING, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
+        self.limit = max(4, min(MAX_WAITING, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
         self._waiting: Counter[tuple[Address, bool]] = Counter()
         """Short and long calls that wait, by address."""
         self._waiting_unknown = self._waiting_long = self._waiting_all = 0
-        self._responsive: OrderedDict[Address, None] = OrderedDict()
-        self._failed_at: OrderedDict[Address, float] = OrderedDict()
-
-    @property
-    def limit(self) -> int:
-        """Most calls that wait, and most connections that are kept without a call."""
-        return self._limit
+        self._responsive: Recent[Address, None] = Recent(_MAX_REMEMBERED)
+        self._failed_at: Recent[Address, float] = Recent(_MAX_REMEMBERED)
 
     def is_responsive(self, address: Address) -> bool:
         """Return whether the last call was answered in time."""
@@ -63,10 +63,10 @@ class Room:
         """Return whether another call may wait for an address."""
         known = address in self._responsive
         return (
-            self._waiting_all < self._limit
+            self._waiting_all < self.limit
             and self._waiting[address, is_long] < (MAX_AT_ADDRESS if known else MAX_AT_UNKNOWN_ADDRESS)
-            and (known or self._waiting_unknown < self._limit * _UNKNOWN_SHARE)
-            and (not is_long or self._waiting_long < self._limit * _LONG_SHARE)
+            and (known or self._waiting_unknown < self.limit * _UNKNOWN_SHARE)
+            and (not is_long or self._waiting_long < self.limit * _LONG_SHARE)
         )
 
     def note_start(self, address: Address, *, is_long: bool) -> bool:
@@ -82,18 +82,12 @@ class Room:
     def note_answer(self, address: Address) -> None:
         """Note an answer in time."""
         self._failed_at.pop(address, None)
-        self._responsive[address] = None
-        self._responsive.move_to_end(address)
-        if len(self._responsive) > _MAX_REMEMBERED:
-            self._responsive.popitem(last=False)
+        self._responsive.note(address, None)
 
     def note_failure(self, address: Address, now: float) -> None:
         """Note an error, or a late answer."""
         self._responsive.pop(address, None)
-        self._failed_at[address] = now
-        self._failed_at.move_to_end(address)
-        if len(self._failed_at) > _MAX_REMEMBERED:
-            self._failed_at.popitem(last=False)
+        self._failed_at.note(address, now)
 
     def _add(self, address: Address, number: int, *, is_long: bool, is_unknown: bool) -> None:
         self._waiting[address, is_long] += number
