@@ -124,7 +124,7 @@ def test_strangers_do_not_take_all_of_the_time(monkeypatch):
     at = Address("127.0.0.1", free_port())
     with contextlib.ExitStack() as stack:
         listening_at = stack.enter_context(server._bind(at))
-        served = connections.Connections(listening_at, NO_SECRETS, lambda data, waited: Done(), Counted())
+        served = connections.Connections(listening_at, NO_SECRETS, lambda data: Done(), Counted())
         stack.enter_context(contextlib.closing(served))
         question = frame(AskEngineInfo(PROTOCOL))
 

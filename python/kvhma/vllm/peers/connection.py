@@ -58,14 +58,16 @@ class Later(NamedTuple):
     Attributes:
         tickets: the tickets whose progress the answer waits for.
         seconds: after this time the answer is asked for again.
+        ask_again: takes how many seconds ago the question came; must not raise.
     """
 
     tickets: tuple[bytes, ...]
     seconds: float
+    ask_again: Callable[[float], Answer | Later]
 
 
-Answering = Callable[[memoryview, float], "Answer | Later"]
-"""Takes the bytes of a question, and how many seconds ago it came. Must not raise."""
+Answering = Callable[[memoryview], "Answer | Later"]
+"""Takes the bytes of a question. Must not raise."""
 
 
 class Connection:
@@ -94,8 +96,11 @@ class Connection:
         self._received = bytearray()
         self._unsent = memoryview(b"")
         self._refused = ""
-        self._question: tuple[memoryview, float] | None = None
-        """The question that waits for its answer, and when it came."""
+        self._ask_again: Callable[[float], Answer | Later] | None = None
+        """Answers the waiting question; None while no question waits."""
+        self._asked_at = 0.0
+        self._question_bytes = 0
+        """Of the waiting question."""
         self._certificate: bytes | None = None
         self.deadline = time.monotonic() + (HANDSHAKE_SECONDS if secrets.enabled else IDLE_SECONDS)
         accepted.setblocking(False)
@@ -104,12 +109,12 @@ class Connection:
     @property
     def received(self) -> int:
         """Bytes of a question that is incomplete, or waits for its answer."""
-        return len(self._received) + (len(self._question[0]) if self._question is not None else 0)
+        return len(self._received) + self._question_bytes
 
     @property
     def waits_for_peer(self) -> bool:
         """Whether the peer has begun to connect, to ask or to take an answer, and is not done."""
-        return self._question is None and (self._advance is not Connection._receive or bool(self._received))
+        return self._ask_again is None and (self._advance is not Connection._receive or bool(self._received))
 
     @property
     def unsent(self) -> int:
@@ -199,29 +204,32 @@ class Connection:
         if self._certificate is not None and not self._secrets.accepts(self._certificate):
             raise ConnectionEnded("secret")  # its secret was removed meanwhile
         self._received = bytearray()
-        self._question = memoryview(received)[HEADER_BYTES:], time.monotonic()
-        self._advance = Connection._wait
-        self.answer_waiting()
+        self._asked_at = time.monotonic()
+        self._take_answer(self._answer(memoryview(received)[HEADER_BYTES:]), len(received))
 
     def answer_waiting(self) -> None:
         """Answer the waiting question if its answer is known by now; raises as :meth:`advance`."""
-        if self._question is None:
+        if self._ask_again is not None:
+            self._take_answer(self._ask_again(time.monotonic() - self._asked_at), self._question_bytes)
+
+    def _take_answer(self, answer: Answer | Later, question_bytes: int) -> None:
+        if not isinstance(answer, Later):
+            self._stop_waiting()
+            self._send(answer)
             return
-        question, came = self._question
-        answer = self._answer(question, time.monotonic() - came)
-        if isinstance(answer, Later):
-            self.waits_for = answer.tickets
-            self.events = selectors.EVENT_READ
-            self.deadline = time.monotonic() + answer.seconds
-            return
-        self._question, self.waits_for = None, ()
-        self._send(answer)
+        self.waits_for, self._ask_again, self._question_bytes = answer.tickets, answer.ask_again, question_bytes
+        self._advance = Connection._wait
+        self.events = selectors.EVENT_READ
+        self.deadline = time.monotonic() + answer.seconds
+
+    def _stop_waiting(self) -> None:
+        self.waits_for, self._ask_again, self._question_bytes = (), None, 0
 
     def _wait(self) -> None:
         """Something came while a question waits: the end of the connection, or another question."""
         if not self.socket.recv(1):
             raise ConnectionEnded
-        self._question, self.waits_for = None, ()
+        self._stop_waiting()
         self._refuse("message", "it asks before it was answered", "one question at a time")
 
     def _pending(self) -> bool:

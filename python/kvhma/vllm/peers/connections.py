@@ -17,6 +17,7 @@ from typing import NamedTuple
 from kvhma.errors import ConnectionEnded
 from kvhma.vllm.counters import Counters
 from kvhma.vllm.peers.connection import Answering, Connection
+from kvhma.vllm.peers.sockets import Waker
 from kvhma.vllm.wire.peer_log import logger
 from kvhma.vllm.wire.secrets import Secrets
 
@@ -37,10 +38,6 @@ _UNKNOWN_PEERS_SECONDS = 0.01
 """CPU time for connections that were never answered. After that the listener accepts nothing for as long.
 
 So unknown peers that connect without end get half of a core, and wait in the kernel."""
-
-_DRAIN = 4096
-_WAKEUP = object()
-"""Marks the socket that wakes the loop."""
 
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -81,7 +78,7 @@ class Connections:
         self._limit = max(1, min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self._questions = _Budget(MAX_QUESTIONS_BYTES)
         self._answers = _Budget(MAX_ANSWERS_BYTES)
-        self._wakeup: socket.socket
+        self._waker: Waker | None = None
         self._progressed: deque[bytes] = deque()
         self._accepting = False
         self._accept_at = self._swept = time.monotonic()
@@ -90,10 +87,10 @@ class Connections:
         self._selector = selectors.DefaultSelector()
         self._accept_again()
 
-    def register(self, wakeup: socket.socket, progressed: deque[bytes]) -> None:
-        """Have a socket wake :meth:`serve`, which then answers questions about the tickets in `progressed`."""
-        self._wakeup, self._progressed = wakeup, progressed
-        self._selector.register(wakeup, selectors.EVENT_READ, _WAKEUP)
+    def register(self, waker: Waker, progressed: deque[bytes]) -> None:
+        """Let a waker wake :meth:`serve`, which then answers questions about the tickets in `progressed`."""
+        self._waker, self._progressed = waker, progressed
+        self._selector.register(waker, selectors.EVENT_READ)
 
     def close(self) -> None:
         """Close all connections."""
@@ -111,7 +108,7 @@ class Connections:
             group, started = self._group_of.get(key.data), time.thread_time()
             if key.fileobj is self._listening:
                 self._accept()
-            elif key.data is _WAKEUP:
+            elif key.fileobj is self._waker:
                 self._answer_waiting()
             elif group is not None:
                 self._advance(key.data, key.data.advance)
@@ -133,8 +130,8 @@ class Connections:
 
     def _answer_waiting(self) -> None:
         """Answer questions about tickets with progress."""
-        with contextlib.suppress(BlockingIOError):
-            self._wakeup.recv(_DRAIN)
+        assert self._waker is not None  # noqa: S101
+        self._waker.drain()
         tickets = set()
         with contextlib.suppress(IndexError):
             while True:

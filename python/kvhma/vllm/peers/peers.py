@@ -12,7 +12,6 @@ import contextlib
 import math
 import select
 import selectors
-import socket
 import threading
 import time
 from collections import deque
@@ -25,6 +24,7 @@ from kvhma.vllm.counters import Counters
 from kvhma.vllm.peers.client import AnswerT, Client, ClientPool, answer_seconds
 from kvhma.vllm.peers.names import look_up
 from kvhma.vllm.peers.room import MAX_AT_ADDRESS, Room
+from kvhma.vllm.peers.sockets import Waker
 from kvhma.vllm.threads import SupervisedThread
 from kvhma.vllm.wire.messages import Follow, Question
 from kvhma.vllm.wire.params import Address
@@ -54,9 +54,6 @@ _CLOSE_SECONDS = 1.0
 
 _BUSY_SECONDS = 0.01
 """Processor time after which the thread pauses as long: peers decide how much they send."""
-
-_DRAIN = 4096
-"""Most wake-ups that one turn takes."""
 
 Task = Callable[[float], float]
 """Takes the time on the monotonic clock, and returns when it wants to run again."""
@@ -120,8 +117,7 @@ class Peers:
         self._pools: dict[Address, ClientPool] = {}
         self._closing = False
         self._thread: SupervisedThread | None = None
-        self._sockets: tuple[socket.socket, socket.socket] | None = None
-        """A byte on them wakes the thread."""
+        self._waker: Waker | None = None
         # Only the thread uses these:
         self._room = Room()
         self._queues: dict[Address, deque[Call[Any]]] = {}
@@ -210,8 +206,8 @@ class Peers:
             _fail(call, HandshakeTimeoutError(f"{call.address} is not asked: this engine stops"))
         for address in list(self._pools):
             self.close_idle(address)
-        for end in self._sockets or ():
-            end.close()
+        if self._waker is not None:
+            self._waker.close()
 
     def _wake(self) -> None:
         """Wake the thread, or start it."""
@@ -226,21 +222,18 @@ class Peers:
                     self._asked.clear()
         for call in unasked:
             _fail(call, HandshakeTimeoutError(f"{call.address} is not asked: no thread could be started"))
-        if self._sockets is not None:
-            with contextlib.suppress(OSError):  # if full, the thread wakes up anyway; if closed, it has ended
-                self._sockets[1].send(b"!")
+        if self._waker is not None:
+            self._waker.wake()
 
     def _plan_task(self, task: Task, at: float) -> None:
         with self._lock:
             self._tasks[task] = min(self._tasks.get(task, math.inf), at)
 
     def _start_thread(self) -> None:
-        if self._sockets is None:
-            self._sockets = socket.socketpair()
-            for end in self._sockets:
-                end.setblocking(False)
+        if self._waker is None:
+            self._waker = Waker()
             self._selector = selectors.DefaultSelector()
-            self._selector.register(self._sockets[0], selectors.EVENT_READ)
+            self._selector.register(self._waker, selectors.EVENT_READ)
         self._thread = SupervisedThread("kvhma-peers", self._run, self._counters)
 
     # --- the thread ----------------------------------------------------------------------------------------
@@ -262,16 +255,15 @@ class Peers:
 
     def _take_turn(self, ready: list[Any]) -> None:
         """Do all that can be done without waiting; `ready` are the calls whose connection is ready."""
-        if self._sockets is not None:
-            with contextlib.suppress(BlockingIOError):
-                self._sockets[0].recv(_DRAIN)
+        if self._waker is not None:
+            self._waker.drain()
         now = time.monotonic()
         self._run_tasks(now)
         self._take_calls()
         late = [call for call in self._active if call.deadline <= now or (call.name is not None and call.name.done())]
         for call in dict.fromkeys([*ready, *late]):
             if call in self._active:  # `None` is the wake-up, and a call may have ended in this turn
-                self._advance(call)
+                self._attempt(call, self._receive)
         if self._has_changed:
             self._start_calls()
         if now - self._swept_at > _TURN_SECONDS:
@@ -335,9 +327,6 @@ class Peers:
         call.is_unknown = self._room.note_start(call.address, is_long=call.is_long)
         call.begun = time.monotonic()
         self._attempt(call, self._begin)
-
-    def _advance(self, call: Call[Any]) -> None:
-        self._attempt(call, self._receive)
 
     def _attempt(self, call: Call[Any], what: Callable[[Call[Any]], None]) -> None:
         """Do something for a call; an error ends it."""

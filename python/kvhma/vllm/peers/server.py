@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from kvhma.text import one_line
 from kvhma.vllm.counters import Counters
 from kvhma.vllm.peers.connection import Later
 from kvhma.vllm.peers.connections import Connections
+from kvhma.vllm.peers.sockets import Waker
 from kvhma.vllm.threads import SupervisedThread
 from kvhma.vllm.wire.messages import (
     PROTOCOL,
@@ -141,36 +142,36 @@ class Listener:
         self._socket = _bind(address)
         self._progressed: deque[bytes] = deque()
         """Tickets whose request has progressed."""
-        self._wakeup, self._waker = socket.socketpair()
-        self._waker.setblocking(False)
-        self._wakeup.setblocking(False)
+        self._waker = Waker()
         self._stopping = False
         self._thread = SupervisedThread("kvhma-listener", self._serve, counters)
 
     def close(self) -> None:
         """Stop answering."""
         self._stopping = True
-        self._waker.close()
+        self._waker.wake()
         self._thread.join()
         self._socket.close()
-        self._wakeup.close()
+        self._waker.close()
 
     def notify_progress(self, ticket: bytes) -> None:
         """Answer the questions that wait for progress of a ticket. Any thread may call this."""
         self._progressed.append(ticket)
-        with contextlib.suppress(OSError):  # if full, the loop wakes up anyway; if closed, it has ended
-            self._waker.send(b"!")
+        self._waker.wake()
 
     def _serve(self) -> None:
         made = Connections(self._socket, self._secrets, self._answer_bytes, self._counters)
         with contextlib.closing(made) as connections:
-            connections.register(self._wakeup, self._progressed)
+            connections.register(self._waker, self._progressed)
             while not self._stopping:
                 connections.serve()
 
-    def _answer_bytes(self, data: memoryview, waited: float) -> Answer | Later:
+    def _answer_bytes(self, data: memoryview) -> Answer | Later:
+        return self._answer_or_problem(lambda: self._answer(read_question(data)))
+
+    def _answer_or_problem(self, answer: Callable[[], Answer | Later]) -> Answer | Later:
         try:
-            return self._answer(read_question(data), waited)
+            return answer()
         except HandshakeError as error:
             return Problem(str(error))
         except BaseException:  # a panic in Rust is no Exception
@@ -186,10 +187,14 @@ class Listener:
             if found is not None:
                 return msgspec.structs.replace(found, ticket=asked.ticket) if question.more else found
         if waited < question.max_wait_seconds:
-            return Later(tuple({asked.ticket: None for asked in tickets}), question.max_wait_seconds - waited)
+            return Later(
+                tuple({asked.ticket: None for asked in tickets}),
+                question.max_wait_seconds - waited,
+                lambda waited: self._answer_or_problem(lambda: self._progress(question, waited)),
+            )
         return Progress(question.seen, ticket=question.ticket if question.more else b"")
 
-    def _answer(self, question: Question, waited: float) -> Answer | Later:
+    def _answer(self, question: Question) -> Answer | Later:
         engine = self._engine
         match question:
             case AskEngineInfo():
@@ -220,7 +225,7 @@ class Listener:
                 self._leases.release([read_claim(claim) for claim in question.claims], question.outcome)
                 return Done()
             case Follow():
-                return self._progress(question, waited)
+                return self._progress(question, 0.0)
             case Unfollow():
                 if self._tickets is not None:
                     self._tickets.cancel_ticket(question.ticket)

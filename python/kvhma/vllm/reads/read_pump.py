@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import select
-import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,6 +16,7 @@ from kvhma.errors import KvhmaError, PeerLostError
 from kvhma.vllm.device.memory import Memory
 from kvhma.vllm.metadata import ReadCommand
 from kvhma.vllm.peers.prefill_engines import PrefillEngines
+from kvhma.vllm.peers.sockets import Waker
 from kvhma.vllm.peers.worker_context import WorkerContext
 from kvhma.vllm.reads.lease_checks import check_leases
 from kvhma.vllm.reads.read_machine import ActiveRead, ReadEvent, ReadState
@@ -78,10 +78,8 @@ class ReadPump:
         """Reads that the engine's thread has reported in this step."""
         self._arrived: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """What other threads have the pump's thread do."""
-        self._wakeup = socket.socketpair()
-        """A byte on them wakes the pump's thread while it waits for answers."""
-        for end in self._wakeup:
-            end.setblocking(False)
+        self._waker = Waker()
+        """Wakes the pump's thread while it waits for answers."""
         self._reads: list[ActiveRead] = []
         """The reads of the pump's thread, in the order of their orders; always the same list."""
         self._closing = False
@@ -181,8 +179,7 @@ class ReadPump:
     def _put(self, work: Callable[[], None]) -> None:
         """Have the pump's thread do some work."""
         self._arrived.put(work)
-        with contextlib.suppress(OSError):  # full: it wakes up anyway
-            self._wakeup[1].send(b"!")
+        self._waker.wake()
 
     def _drive(self, reads: Sequence[ActiveRead], *, more_to_come: bool = False) -> None:
         """Take each read as far as it comes without waiting.
@@ -207,8 +204,7 @@ class ReadPump:
             self._drive_own()
             self._measure_reported()
         self._metrics.close(self._timeout)
-        for end in self._wakeup:
-            end.close()
+        self._waker.close()
 
     def _wait(self) -> None:
         """Pause until something may have happened to a read, and do what other threads have asked for."""
@@ -217,11 +213,10 @@ class ReadPump:
             if states <= {ReadState.CONNECTING}:
                 self._arrived.get()()
             elif states <= {ReadState.CONNECTING, *_FOR_ANSWERS}:
-                _wait_for_answers(self._reads, self._wakeup[0])
+                _wait_for_answers(self._reads, self._waker)
             elif not states & {ReadState.QUEUED, ReadState.POSTING}:
                 self._arrived.get(timeout=_POLL_SECONDS)()
-            with contextlib.suppress(BlockingIOError):
-                self._wakeup[0].recv(4096)
+            self._waker.drain()
             while True:
                 self._arrived.get_nowait()()
         except queue.Empty:
@@ -279,11 +274,11 @@ class ReadPump:
         self._closing = True
 
 
-def _wait_for_answers(reads: Sequence[ActiveRead], wakeup: socket.socket | None = None) -> None:
-    """Pause until a prefill engine has answered about a read or `wakeup` is readable, for a moment at most."""
+def _wait_for_answers(reads: Sequence[ActiveRead], waker: Waker | None = None) -> None:
+    """Pause until a prefill engine has answered about a read or `waker` wakes the thread, for a moment at most."""
     answers = select.poll()
-    if wakeup is not None:
-        answers.register(wakeup, select.POLLIN)
+    if waker is not None:
+        answers.register(waker, select.POLLIN)
     for question in {read.question[0] for read in reads if read.question is not None}:
         if (fileno := question.fileno()) is not None:
             answers.register(fileno, select.POLLIN)
