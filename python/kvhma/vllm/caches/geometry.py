@@ -10,7 +10,7 @@ from kvhma.errors import GeometryError, UnsupportedPairError
 from kvhma.geometry import Geometry, Group, Kind, Layer, Page
 from kvhma.tensors.regions import Location, locate
 from kvhma.vllm.caches.formats import Writer, kind_of, transferred_groups
-from kvhma.vllm.caches.layer_parts import RankInfo, View, parts_of
+from kvhma.vllm.caches.layer_parts import LayerCache, RankInfo, View, parts_of
 
 
 def geometry_of(
@@ -51,7 +51,7 @@ def geometry_of(
         place = rank_info.of_group(group.kv_cache_spec)
         groups.append(_group(index, specs, ratio, place))
         for name, view in views.items():
-            page = Page(parts_of(name, specs[name], view, place))
+            page = Page(parts_of(LayerCache.read(name, specs[name], view), place))
             layers.append(_layer(name, index, locations[_label(name)], view, config.num_blocks, page))
     return Geometry(regions, tuple(groups), tuple(layers), rank_info.tp_rank, rank_info.tp_size)
 

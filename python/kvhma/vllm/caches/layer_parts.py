@@ -14,7 +14,7 @@ from kvhma.errors import GeometryError
 from kvhma.geometry import Axis, Part
 from kvhma.models import State, StateKind
 from kvhma.models.pages import ConvOrder, section_parts, state_parts
-from kvhma.vllm.caches.formats import Writer, encoding_of, is_by_head, kind_of, release_of, section_bytes
+from kvhma.vllm.caches.formats import Writer, encoding_of, is_by_head, release_of, section_bytes
 
 _STRIDED_CPU_KERNELS = frozenset({"vec", "vec16"})
 """CPU kernels that store K of a head as (content, tokens) and V as (tokens, content)."""
@@ -75,56 +75,91 @@ class View:
     writer: Writer
 
 
-def parts_of(name: str, spec: Any, view: View, rank_info: RankInfo) -> tuple[Part, ...]:
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """A layer's cache: what vLLM's spec says of it, and how the engine addresses it. The spec is read once.
+
+    Attributes:
+        name: of the layer, for errors.
+        spec: vLLM's spec of the layer.
+        view: of the cache.
+        encoding: how its numbers are stored, from :func:`kvhma.vllm.caches.formats.encoding_of`; empty for a state.
+        by_head: whether a page has separate bytes for each token and head.
+        sections: bytes of a token in each section of a kernel block without heads; None if unknown, or with heads.
+    """
+
+    name: str
+    spec: Any
+    view: View
+    encoding: str = ""
+    by_head: bool = False
+    sections: tuple[int, ...] | None = None
+
+    @classmethod
+    def read(cls, name: str, spec: Any, view: View) -> LayerCache:
+        """Read a spec of a known kind.
+
+        Raises:
+            GeometryError: spec and view contradict each other; the text names the layer and both values.
+        """
+        if type(spec).__name__ == "MambaSpec":
+            return cls(name, spec, view)
+        item, stride = view.item_bytes, view.strides[3]
+        if stride != item:
+            raise GeometryError(f"layer {name!r}: content stride is {stride}, an item has {item} bytes")
+        encoding = encoding_of(spec, view.dtype, view.writer)
+        if is_by_head(spec, view.writer):
+            return cls(name, spec, view, encoding, by_head=True)
+        sections = section_bytes(spec, view.dtype, view.shape[3] * item, view.writer)
+        return cls(name, spec, view, encoding, sections=sections)
+
+
+def parts_of(cache: LayerCache, rank_info: RankInfo) -> tuple[Part, ...]:
     """Return the parts of a layer's page.
 
     Args:
-        name: of the layer, for errors.
-        spec: vLLM's spec of the layer.
-        view: of its cache.
+        cache: of the layer.
         rank_info: of the worker.
 
     Raises:
         GeometryError: spec and view contradict each other; the text names the layer and both values.
     """
-    kind_of(name, spec)
-    if type(spec).__name__ == "MambaSpec":
-        return _state(name, spec, view, rank_info)
-    if view.strides[3] != view.item_bytes:
-        raise GeometryError(f"layer {name!r}: content stride is {view.strides[3]}, an item has {view.item_bytes} bytes")
-    dtype = encoding_of(spec, view.dtype, view.writer)
-    if is_by_head(spec, view.writer):
-        heads = _heads(spec, view, rank_info)
-        return _whole(name, spec, view, rank_info) if heads is None else _by_head(name, spec, dtype, view, heads)
-    sections = section_bytes(spec, view.dtype, view.shape[3] * view.item_bytes, view.writer)
-    return _whole(name, spec, view, rank_info) if sections is None else _by_token(name, dtype, view, sections)
+    if type(cache.spec).__name__ == "MambaSpec":
+        return _state(cache, rank_info)
+    if cache.sections is not None:
+        return _by_token(cache, cache.sections)
+    heads = _heads(cache, rank_info) if cache.by_head else None
+    return _whole(cache, rank_info) if heads is None else _by_head(cache, heads)
 
 
-def _by_head(name: str, spec: Any, dtype: str, view: View, heads: Axis) -> tuple[Part, ...]:
+def _by_head(cache: LayerCache, heads: Axis) -> tuple[Part, ...]:
+    view = cache.view
     if view.writer.cpu_kernel is not None:
-        return _cpu(name, spec, f"{dtype}/cpu-{view.writer.cpu_kernel}", view, heads)
+        return _cpu(cache, heads)
     tokens = Axis("tokens", view.shape[2], view.strides[2])
     content = Axis("content", view.shape[3], view.item_bytes)
-    return (Part("kv", dtype, view.item_bytes, 0, (heads, tokens, content)),)
+    return (Part("kv", cache.encoding, view.item_bytes, 0, (heads, tokens, content)),)
 
 
-def _by_token(name: str, dtype: str, view: View, sections: tuple[int, ...]) -> tuple[Part, ...]:
-    """Return content without heads, by token; `sections` come from :func:`kvhma.vllm.caches.formats.section_bytes`."""
+def _by_token(cache: LayerCache, sections: tuple[int, ...]) -> tuple[Part, ...]:
+    """Return content without heads, by token."""
+    view = cache.view
     _, _, tokens, width = view.shape
     item = view.item_bytes
     if len(sections) == 1:
         row = (Axis("tokens", tokens, view.strides[2]), Axis("content", width, item))
-        return (Part("kv", dtype, item, 0, row),)
+        return (Part("kv", cache.encoding, item, 0, row),)
     if view.strides[2] != width * item:
-        raise GeometryError(f"layer {name!r}: token stride is {view.strides[2]}, its kernels need {width * item}")
-    return section_parts(dtype, tokens, sections)
+        raise GeometryError(f"layer {cache.name!r}: token stride is {view.strides[2]}, its kernels need {width * item}")
+    return section_parts(cache.encoding, tokens, sections)
 
 
-def _heads(spec: Any, view: View, rank_info: RankInfo) -> Axis | None:
+def _heads(cache: LayerCache, rank_info: RankInfo) -> Axis | None:
     """Return the heads of this layer, from this layer only: layers of a model may have different numbers of heads.
 
     None if the ranks cannot hold equal shares.
     """
+    spec, view = cache.spec, cache.view
     held, ranks = view.shape[1], rank_info.tp_size // rank_info.cp_tp_size
     shards = ranks if spec.max_tp_shards is None else min(ranks, spec.max_tp_shards)
     if ranks % shards:
@@ -136,7 +171,7 @@ def _heads(spec: Any, view: View, rank_info: RankInfo) -> Axis | None:
     return Axis("heads", held * shards, view.strides[1], start, held, may_repeat=may_repeat)
 
 
-def _cpu(name: str, spec: Any, dtype: str, view: View, heads: Axis) -> tuple[Part, ...]:
+def _cpu(cache: LayerCache, heads: Axis) -> tuple[Part, ...]:
     """Return K of all tokens of a head, then V. The kernel orders the bytes of a page differently than the view.
 
     ::
@@ -144,10 +179,13 @@ def _cpu(name: str, spec: Any, dtype: str, view: View, heads: Axis) -> tuple[Par
         one head of a kernel block  |  K: content, tokens  |  V: tokens, content  |
                                     0                      tokens * size items
     """
+    spec, view = cache.spec, cache.view
     _, _, tokens, width = view.shape
     item = view.item_bytes
     if view.strides[2] != width * item:
-        raise GeometryError(f"layer {name!r}: token stride is {view.strides[2]}, the CPU kernel needs {width * item}")
+        found = f"token stride is {view.strides[2]}, the CPU kernel needs {width * item}"
+        raise GeometryError(f"layer {cache.name!r}: {found}")
+    dtype = f"{cache.encoding}/cpu-{view.writer.cpu_kernel}"
     if view.writer.cpu_kernel in _STRIDED_CPU_KERNELS and spec.head_size == spec.head_size_v:
         size = spec.head_size
         k = (heads, Axis("content", size, tokens * item), Axis("tokens", tokens, item))
@@ -157,15 +195,16 @@ def _cpu(name: str, spec: Any, dtype: str, view: View, heads: Axis) -> tuple[Par
     return (Part("kv", dtype, item, 0, (heads, Axis("packed", tokens * width, item))),)
 
 
-def _whole(name: str, spec: Any, view: View, rank_info: RankInfo) -> tuple[Part, ...]:
+def _whole(cache: LayerCache, rank_info: RankInfo) -> tuple[Part, ...]:
     """Return one part, which pairs only with the same shard of an engine with the same number of shards."""
+    spec, view = cache.spec, cache.view
     size = math.prod(view.shape[1:]) * view.item_bytes
     dims = sorted(zip(view.strides[1:], view.shape[1:], "HNC", strict=True))
     dense = view.item_bytes
     for stride, length, _ in dims:
         if length > 1 and stride != dense:
             raise GeometryError(
-                f"layer {name!r}: a page of {type(spec).__name__} with strides {view.strides} is not contiguous; "
+                f"layer {cache.name!r}: a page of {type(spec).__name__} with strides {view.strides} is not contiguous; "
                 "set VLLM_KV_CACHE_LAYOUT=LBHNC"
             )
         dense *= length
@@ -175,10 +214,9 @@ def _whole(name: str, spec: Any, view: View, rank_info: RankInfo) -> tuple[Part,
     writer = view.writer
     kernel = "" if writer.cpu_kernel is None else f"cpu-{writer.cpu_kernel}"
     written_by = (writer.backend, writer.platform, writer.capability, release_of(writer), kernel)
-    encoding = encoding_of(spec, view.dtype, writer)
     shard, shards = _shard(spec, rank_info)
     dtype = "/".join(
-        [encoding, type(spec).__name__, shape, *map(str, fields), *filter(None, written_by), f"tp{shards}"]
+        [cache.encoding, type(spec).__name__, shape, *map(str, fields), *filter(None, written_by), f"tp{shards}"]
     )
     return _for_equal_engines(dtype, size, shard, shards)
 
@@ -205,11 +243,11 @@ def _for_equal_engines(dtype: str, size: int, shard: int, shards: int) -> tuple[
     return (Part("whole", dtype, 1, 0, (held,)),)
 
 
-def _state(name: str, spec: Any, view: View, rank_info: RankInfo) -> tuple[Part, ...]:
-    if math.prod(view.shape[1:]) * view.item_bytes < spec.state_content_size_bytes:
+def _state(cache: LayerCache, rank_info: RankInfo) -> tuple[Part, ...]:
+    spec, page_bytes = cache.spec, math.prod(cache.view.shape[1:]) * cache.view.item_bytes
+    if page_bytes < spec.state_content_size_bytes:
         raise GeometryError(
-            f"layer {name!r}: a page has {math.prod(view.shape[1:]) * view.item_bytes} bytes, "
-            f"its state {spec.state_content_size_bytes}"
+            f"layer {cache.name!r}: a page has {page_bytes} bytes, its state {spec.state_content_size_bytes}"
         )
     if spec.tp_replicated:
         rank_info = RankInfo(state_groups=rank_info.state_groups)
