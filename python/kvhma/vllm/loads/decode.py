@@ -15,7 +15,6 @@ from kvhma.errors import KvhmaError, OtherPromptError, RequestError
 from kvhma.geometry import Span
 from kvhma.planning import live_entries
 from kvhma.vllm.failures import Failure
-from kvhma.vllm.holds.kept_turns import readable_part
 from kvhma.vllm.holds.scheduler_context import SchedulerContext
 from kvhma.vllm.internals import mark_uncacheable
 from kvhma.vllm.loads.decode_digests import DecodeDigests
@@ -24,15 +23,16 @@ from kvhma.vllm.loads.following import FollowedLoad, FollowedLoads
 from kvhma.vllm.loads.lease_renewer import LeaseRenewer
 from kvhma.vllm.loads.load_machine import End, Load, LoadEffect, LoadEvent, Loads, LoadState, Purpose
 from kvhma.vllm.loads.prefix_cache import hit_blocks
+from kvhma.vllm.loads.received_params import ReceivedParams
 from kvhma.vllm.metadata import ReadCommand, StepMetadata, WorkerReport, merge_first_tokens
 from kvhma.vllm.prompts.items import adopt_items
 from kvhma.vllm.prompts.prompt import is_sample
 from kvhma.vllm.recent import Recent
 from kvhma.vllm.telemetry.tracing import traceparent_of
 from kvhma.vllm.wire.messages import Outcome
-from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, leads_back
+from kvhma.vllm.wire.params import LeaseKey, PrefillParams
 from kvhma.vllm.wire.peer_log import logger
-from kvhma.vllm.wire.tickets import TICKET, Ticket, read_ticket
+from kvhma.vllm.wire.tickets import TICKET
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -42,10 +42,8 @@ if TYPE_CHECKING:
 _RENEWALS = 6
 """Renewals during one lease: some of them may be lost."""
 
-_MIN_LEASE_SECONDS = 1.0
-_MAX_LEASE_SECONDS = 3600.0
 _MIN_RENEWAL_SECONDS = 0.5
-"""Bounds of a lease's length and of its renewals: an untrusted client may have written the parameters."""
+"""Shortest time between renewals: an untrusted client may have written the lease's length."""
 
 _CLAIM_AFTER_SECONDS = 0.05
 """Most loads have ended by then. P holds a finished request for one lease anyway, so D need not claim it earlier."""
@@ -88,6 +86,7 @@ class DecodeScheduler:
     def __init__(self, context: SchedulerContext) -> None:
         """Start without requests."""
         self._context = context
+        self._received = ReceivedParams(context)
         self.renewer = LeaseRenewer(context.peers, context.stats)
         self._following = FollowedLoads(context)
         self._loads = Loads()
@@ -119,15 +118,12 @@ class DecodeScheduler:
         """Add a request that this engine prefills, and whose last turn another engine may hold."""
         load = Load(request, purpose=Purpose.NEXT_TURN, traceparent=traceparent_of(request))
         try:
-            remote = readable_part(self._context, request, params)
-            self._check_source(remote.address, remote.engine_id)
-            if remote.engine_id == self._context.engine.engine_id:
-                raise RequestError("this engine itself holds the last turn's answer")
+            remote = self._received.read_of_last_turn(request, params)
         except KvhmaError as error:
             reason = "other_prompt" if isinstance(error, OtherPromptError) else "refused"
             self._fall_back(load, reason, str(error))
             return
-        load.remote, load.num_tokens = _bounded(remote), remote.num_tokens
+        load.remote, load.num_tokens = remote, remote.num_tokens
         self._move(load, LoadEvent.LAST_TURN)
 
     def refuse_request(self, request: Request, text: str) -> None:
@@ -142,11 +138,9 @@ class DecodeScheduler:
         """
         try:
             if params.get(TICKET) is not None:
-                self._following.cancel_ticket(self._ticket(params))
+                self._following.cancel_ticket(self._received.read_ticket(params))
             else:
-                remote = PrefillParams.from_params(params, self._context.secrets, num_prompt_tokens=None)
-                self._check_source(remote.address)
-                self._release_claim(Load(request, remote=remote), read=True)
+                self._release_claim(Load(request, remote=self._received.read_of_rejected(params)), read=True)
         except KvhmaError as error:
             logger.warning("kvhma: vLLM rejected request %s, and P cannot be notified: %s", request.request_id, error)
 
@@ -154,18 +148,14 @@ class DecodeScheduler:
         """Add a load of a prompt that P has computed. D notifies P only if D's prompt is the same."""
         request = load.request
         try:
-            _check_one_way(params)
-            remote = PrefillParams.from_params(
-                params, self._context.secrets, num_prompt_tokens=request.num_prompt_tokens
-            )
-            self._check_source(remote.address, remote.engine_id)
+            remote = self._received.read(request, params)
             self._adopt_items(request, remote)
         except OtherPromptError as error:
             self._fall_back(load, "other_prompt", str(error))
         except KvhmaError as error:
             self._fail(load, _refused(str(error)))
         else:
-            load.remote = self._counted(remote)
+            load.remote = self._received.as_used(remote)
             self._move(load, LoadEvent.PARAMS)
             if not self._context.prompts.begin_digest(request, remote.num_tokens):
                 self._compare_prompt(load)
@@ -174,7 +164,7 @@ class DecodeScheduler:
         """Begin to follow a request that P computes at the same time."""
         request = load.request
         try:
-            ticket = self._ticket(params)
+            ticket = self._received.read_ticket(params)
             if request.get_skip_reading_prefix_cache():
                 self._following.cancel_ticket(ticket)
                 self._compute_unread(load)
@@ -186,31 +176,6 @@ class DecodeScheduler:
                 self._move(load, LoadEvent.TICKET)
         except KvhmaError as error:
             self._fail(load, _refused(str(error)))
-
-    def _ticket(self, params: dict[str, Any]) -> Ticket:
-        _check_one_way(params)
-        if (ticket := read_ticket(params)) is None:
-            raise RequestError(f"kv_transfer_params: {TICKET} is missing")
-        self._check_source(ticket.address)
-        return ticket
-
-    def _check_source(self, address: Address, engine_id: str = "") -> None:
-        """Refuse an engine that D may not, or cannot, read from; a ticket has no engine_id."""
-        engine = self._context.engine
-        if engine_id not in ("", engine.engine_id) and engine.is_own(address):
-            self._context.stats.count("refused_sources", label="itself")
-            raise RequestError(leads_back(address, engine_id))
-        if not self._context.settings.allows(address):
-            self._context.stats.count("refused_sources", label="not_allowed")
-            raise RequestError(f"remote_host and remote_port {address} are not among allowed_prefill_engines")
-        if self._context.geometry is None or not self._context.geometry.groups:
-            raise RequestError("this engine has registered no caches")
-
-    def _counted(self, remote: PrefillParams) -> PrefillParams:
-        """Return parameters as D uses them: a lease within bounds, a digest seed only if D compares, no items."""
-        remote = _bounded(remote)._replace(items=())
-        is_compared = self._context.settings.content_digests or remote.content_seed is None
-        return remote if is_compared else remote._replace(content_seed=None)
 
     # --- Multimodal items that only P has seen ------------------------------------------------------------------
 
@@ -474,9 +439,7 @@ class DecodeScheduler:
 
     def _last_piece(self, load: Load, ticket: FollowedLoad, params: dict[str, Any]) -> ReadCommand:
         """Return the command that reads the rest of a followed load; from then on it is a load like others."""
-        remote = self._counted(
-            PrefillParams.from_params(params, self._context.secrets, num_prompt_tokens=ticket.num_prompt_tokens)
-        )
+        remote = self._received.read_of_ticket(params, ticket.num_prompt_tokens)
         if self._context.geometry is None:
             raise RequestError("this engine has registered no caches")
         command = ticket.last_piece(self._context.geometry, remote)
@@ -698,14 +661,3 @@ def _beyond(load: Load, local: int) -> tuple[int, bool]:
 
 def _refused(text: str) -> Failure:
     return Failure("refused", text, transient=False)
-
-
-def _check_one_way(params: Mapping[str, Any]) -> None:
-    if params.get("do_remote_decode"):
-        raise RequestError("kv_transfer_params: do_remote_prefill and do_remote_decode are both set")
-
-
-def _bounded(remote: PrefillParams) -> PrefillParams:
-    """Return the parameters with a lease within bounds."""
-    lease = min(max(remote.lease, _MIN_LEASE_SECONDS), _MAX_LEASE_SECONDS)
-    return remote if lease == remote.lease else remote._replace(lease=lease)

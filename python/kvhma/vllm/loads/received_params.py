@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What D takes of ``kv_transfer_params``: checked, of an engine that D may read from, and within bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvhma.errors import RequestError
+from kvhma.vllm.holds.kept_turns import readable_part
+from kvhma.vllm.holds.scheduler_context import SchedulerContext
+from kvhma.vllm.wire.params import Address, PrefillParams, leads_back
+from kvhma.vllm.wire.tickets import TICKET, Ticket, read_ticket
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+_MIN_LEASE_SECONDS = 1.0
+_MAX_LEASE_SECONDS = 3600.0
+"""Bounds of a lease's length: an untrusted client may have written the parameters."""
+
+
+class ReceivedParams:
+    """Reads the parameters of requests. All methods raise a `KvhmaError` that says what is refused."""
+
+    def __init__(self, context: SchedulerContext) -> None:
+        """Read for this engine."""
+        self._context = context
+
+    def read(self, request: Request, params: Mapping[str, Any]) -> PrefillParams:
+        """Return the parameters of a prompt that P has computed."""
+        _check_one_way(params)
+        remote = self._signed(params, request.num_prompt_tokens)
+        self._check_source(remote.address, remote.engine_id)
+        return remote
+
+    def read_of_rejected(self, params: Mapping[str, Any]) -> PrefillParams:
+        """Return the parameters of a request that vLLM has rejected, whose prompt is not known."""
+        remote = self._signed(params, None)
+        self._check_source(remote.address)
+        return remote
+
+    def read_of_ticket(self, params: Mapping[str, Any], num_prompt_tokens: int) -> PrefillParams:
+        """Return the parameters that P has handed off to the follower of a ticket, as D uses them."""
+        return self.as_used(self._signed(params, num_prompt_tokens))
+
+    def read_of_last_turn(self, request: Request, params: dict[str, Any]) -> PrefillParams:
+        """Return what another engine may hold of the last turn of this request."""
+        remote = readable_part(self._context, request, params)
+        self._check_source(remote.address, remote.engine_id)
+        if remote.engine_id == self._context.engine.engine_id:
+            raise RequestError("this engine itself holds the last turn's answer")
+        return _bounded(remote)
+
+    def read_ticket(self, params: Mapping[str, Any]) -> Ticket:
+        """Return the ticket of a prompt that P computes at the same time."""
+        _check_one_way(params)
+        if (ticket := read_ticket(params)) is None:
+            raise RequestError(f"kv_transfer_params: {TICKET} is missing")
+        self._check_source(ticket.address)
+        return ticket
+
+    def as_used(self, remote: PrefillParams) -> PrefillParams:
+        """Return parameters as D uses them: a lease within bounds, a digest seed only if D compares, no items."""
+        remote = _bounded(remote)._replace(items=())
+        is_compared = self._context.settings.content_digests or remote.content_seed is None
+        return remote if is_compared else remote._replace(content_seed=None)
+
+    def _signed(self, params: Mapping[str, Any], num_prompt_tokens: int | None) -> PrefillParams:
+        return PrefillParams.from_params(params, self._context.secrets, num_prompt_tokens=num_prompt_tokens)
+
+    def _check_source(self, address: Address, engine_id: str = "") -> None:
+        """Refuse an engine that D may not, or cannot, read from; a ticket has no engine_id."""
+        engine = self._context.engine
+        if engine_id not in ("", engine.engine_id) and engine.is_own(address):
+            self._context.stats.count("refused_sources", label="itself")
+            raise RequestError(leads_back(address, engine_id))
+        if not self._context.settings.allows(address):
+            self._context.stats.count("refused_sources", label="not_allowed")
+            raise RequestError(f"remote_host and remote_port {address} are not among allowed_prefill_engines")
+        if self._context.geometry is None or not self._context.geometry.groups:
+            raise RequestError("this engine has registered no caches")
+
+
+def _check_one_way(params: Mapping[str, Any]) -> None:
+    if params.get("do_remote_decode"):
+        raise RequestError("kv_transfer_params: do_remote_prefill and do_remote_decode are both set")
+
+
+def _bounded(remote: PrefillParams) -> PrefillParams:
+    """Return the parameters with a lease within bounds."""
+    lease = min(max(remote.lease, _MIN_LEASE_SECONDS), _MAX_LEASE_SECONDS)
+    return remote if lease == remote.lease else remote._replace(lease=lease)
