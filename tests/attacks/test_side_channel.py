@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from types import SimpleNamespace
 
 import msgspec
@@ -25,6 +26,7 @@ from kvhma.errors import HandshakeError, HandshakeTimeoutError
 from kvhma.vllm.peers import connection, connections, server
 from kvhma.vllm.peers.client import Client, ClientPool
 from kvhma.vllm.peers.server import Listener, LocalEngine
+from kvhma.vllm.peers.sockets import Waker
 from kvhma.vllm.wire import peer_log
 from kvhma.vllm.wire.messages import (
     MAX_IDENTITY_BYTES,
@@ -150,6 +152,29 @@ def test_strangers_do_not_take_all_of_the_time(monkeypatch):
         assert len(served._group_of) == before == 9
         clock.now = served._accept_at
         assert is_served(late)
+
+
+def test_progress_of_tickets_is_not_the_time_of_strangers(monkeypatch):
+    """Answers to followers kept new engines waiting: the listener counted them as work for unknown peers."""
+    clock = SimpleNamespace(used=0.0)
+
+    def thread_time():
+        clock.used += 0.004
+        return clock.used
+
+    monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: 100.0, thread_time=thread_time))
+    at = Address("127.0.0.1", free_port())
+    with contextlib.ExitStack() as stack:
+        listening_at = stack.enter_context(server._bind(at))
+        served = connections.Connections(listening_at, NO_SECRETS, lambda data: Done(), Counted())
+        stack.enter_context(contextlib.closing(served))
+        waker = Waker()
+        stack.callback(waker.close)
+        served.register(waker, deque())
+        for _ in range(100):
+            waker.wake()
+            served.serve()
+        assert served._accepting
 
 
 def test_a_rank_that_is_not_there(address):

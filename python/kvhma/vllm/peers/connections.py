@@ -112,7 +112,7 @@ class Connections:
                 self._answer_waiting()
             elif group is not None:
                 self._advance(key.data, key.data.advance)
-            if group is None or not group.answered:
+            if key.fileobj is not self._waker and (group is None or not group.answered):
                 self._spent_on_unknown_peers += time.thread_time() - started
         if self._accepting and self._spent_on_unknown_peers > _UNKNOWN_PEERS_SECONDS:
             self._rest(self._spent_on_unknown_peers)
