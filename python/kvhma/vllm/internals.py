@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from kvhma.errors import UnsupportedPairError
 
 if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.request import Request
@@ -114,3 +115,28 @@ def shorten_prompt(request: Request, num_tokens: int) -> None:
     del request._all_token_ids[num_tokens:]
     request.num_prompt_tokens = num_tokens
     request.max_tokens = 1
+
+
+# --- Missing: a connector has the engine compute one request whose load failed ------------------------------------
+
+
+def recompute_prompt(manager: KVCacheManager, request: Request) -> None:
+    """Have vLLM compute the prompt of a request whose load has failed, for any ``kv_load_failure_policy``.
+
+    vLLM does the same with the policy ``recompute``. Call it before vLLM processes the end of the load.
+    """
+    manager.free(request)
+    request.num_computed_tokens = 0
+
+
+# --- Missing: a connector says which multimodal items a prompt has ------------------------------------------------
+
+
+def replace_items(request: Request, items: list[MultiModalFeatureSpec]) -> None:
+    """Replace the multimodal items of a request. Call it before vLLM looks for the request's blocks.
+
+    vLLM has hashed the blocks of the prompt by then, and has not looked them up.
+    """
+    request.mm_features = items
+    request.block_hashes.clear()
+    request.update_block_hashes()

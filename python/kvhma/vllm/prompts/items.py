@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvhma.errors import OtherPromptError, RequestError
+from kvhma.vllm.internals import replace_items
 from kvhma.vllm.wire.params import Item
 
 if TYPE_CHECKING:
@@ -94,10 +95,7 @@ def adopt_items(request: Request, items: Sequence[Item], num_tokens: int, *, pos
         raise RequestError(
             f"a multimodal item that only P has seen ends with token {end}, but only {num_tokens} tokens are loaded"
         )
-    request.mm_features = _features(request, items)
-    # vLLM has hashed the blocks of the prompt already, and has not looked them up.
-    request.block_hashes.clear()
-    request.update_block_hashes()
+    replace_items(request, _features(request, items))
     return end
 
 
