@@ -162,7 +162,7 @@ def test_a_ticket_that_leads_back_says_so():
         own = {"remote_host": "127.0.0.1", "remote_port": d.context.engine.address.port, "kvhma_ticket": "0" * 32}
         asked = request("d", params={"do_remote_prefill": True, **own}, tokens=41)
         d.on_request_added(asked)
-        told = d.decode.pending["d"].ticket.follower
+        told = d.decode.pending["d"].followed.follower
         until(lambda: told.error)
         assert told.error.endswith(
             "and is this engine itself: set P's advertised_host to an address that reaches P from this host"

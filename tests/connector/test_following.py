@@ -137,7 +137,7 @@ def read(d, name="r", lost=""):
 
 
 def follower_of(d, name="r"):
-    return d.decode.pending[name].ticket.follower
+    return d.decode.pending[name].followed.follower
 
 
 def entries(load):

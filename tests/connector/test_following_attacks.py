@@ -166,7 +166,7 @@ def test_what_p_had_finished_by_then_is_let_go(p, d, why):  # noqa: F811
     if why == "another prompt":
         asked._all_token_ids[3] = 99
     d.on_request_added(asked)
-    told = d.decode.pending["r"].ticket.follower
+    told = d.decode.pending["r"].followed.follower
     until(lambda: told.source is not None)
     drop, waits_for = p.scheduler.prefill.settling.tickets.cancel_ticket, []
     p.scheduler.prefill.settling.tickets.cancel_ticket = waits_for.append

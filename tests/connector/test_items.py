@@ -331,9 +331,9 @@ def test_a_ticket_waits_for_what_p_has_seen(p, d, given):
     request = asked("r", params | {"remote_port": address.port}, *given)
     d.on_request_added(request)
     (load,) = d.decode.pending.values()
-    until(lambda: d.matched_tokens(request, 0) == (None, False) and load.ticket.is_compared_at_hand_off)
+    until(lambda: d.matched_tokens(request, 0) == (None, False) and load.followed.is_compared_at_hand_off)
     at_p.num_computed_tokens, at_p.status = 80, RequestStatus.FINISHED_LENGTH_CAPPED
     assert p.on_request_finished(at_p, tables(p)) is not None
-    until(lambda: d.decode.pending["r"].ticket is None, lambda: d.matched_tokens(request, 0))
+    until(lambda: d.decode.pending["r"].followed is None, lambda: d.matched_tokens(request, 0))
     assert request.block_hashes == hashes(feature())
     assert d.matched_tokens(request, 0) == (80, True)

@@ -29,7 +29,7 @@ def walk(seed: int) -> list[tuple[LoadState, LoadEvent, LoadState, tuple[LoadEff
     while not one.state.is_end:
         state = one.state
         event = rng.choice([event for at, event in TABLE if at is state])
-        effects = loads.on(one, event)
+        effects = loads.apply(one, event)
         if LoadEffect.CLAIM in effects:
             loads.claimed(one, ("a claim",))  # type: ignore[arg-type]
         assert ("r" in loads.by_id) is not one.state.is_end
@@ -114,7 +114,7 @@ STORIES = {
 @pytest.mark.parametrize(("events", "end", "effects"), STORIES.values(), ids=STORIES)
 def test_stories(events: str, end: str, effects: str) -> None:
     loads, one = Loads(), load()
-    done = [effect.name for event in events.split() for effect in loads.on(one, LoadEvent[event])]
+    done = [effect.name for event in events.split() for effect in loads.apply(one, LoadEvent[event])]
     assert (one.state.name, " ".join(done)) == (end, effects)
 
 
@@ -133,9 +133,9 @@ def test_the_table_has_no_dead_ends_and_nothing_unused() -> None:
 
 def test_an_event_that_a_state_cannot_meet_changes_nothing() -> None:
     loads, one = Loads(), load()
-    loads.on(one, LoadEvent.PARAMS)
+    loads.apply(one, LoadEvent.PARAMS)
     with pytest.raises(KeyError):
-        loads.on(one, LoadEvent.LOADED)
+        loads.apply(one, LoadEvent.LOADED)
     assert (one.state, list(loads.by_id), [found is one for found in loads.comparing()]) == (
         LoadState.COMPARING,
         ["r"],

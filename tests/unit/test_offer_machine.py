@@ -35,7 +35,7 @@ def walk(seed: int) -> list[tuple[OfferState, OfferEvent, OfferState, tuple[Offe
         events -= RUNNING if is_over else {OfferEvent.FORGOTTEN}
         event = rng.choice(sorted(events, key=lambda event: event.name))
         is_over |= event in OVER
-        effects = one.on(event)
+        effects = one.apply(event)
         steps.append((state, event, one.state, effects))
     return steps
 
@@ -78,7 +78,7 @@ STORIES = {
 @pytest.mark.parametrize(("events", "effects"), STORIES.values(), ids=STORIES)
 def test_stories(events: str, effects: str) -> None:
     one = offer()
-    done = [effect.name for event in events.split() for effect in one.on(OfferEvent[event])]
+    done = [effect.name for event in events.split() for effect in one.apply(OfferEvent[event])]
     assert " ".join(done) == effects
 
 
@@ -94,7 +94,7 @@ def test_the_table_has_no_dead_ends_and_nothing_unused() -> None:
 def test_an_event_that_a_state_cannot_meet_changes_nothing() -> None:
     one = offer()
     with pytest.raises(KeyError):
-        one.on(OfferEvent.FORGOTTEN)
+        one.apply(OfferEvent.FORGOTTEN)
     assert one.state is OfferState.COMPUTING
 
 

@@ -29,7 +29,7 @@ def walk(seed: int) -> list[tuple[ReadState, ReadEvent, ReadState, tuple[ReadEff
         if rng.random() < 0.9 and state is not ReadState.CONNECTING:
             events = [event for event in events if event is not ReadEvent.FAILED] or events
         event = rng.choice(events)
-        effects = read.on(event)
+        effects = read.apply(event)
         is_planned |= ReadEffect.PLAN in effects
         steps.append((state, event, read.state, effects))
     return steps
@@ -85,7 +85,7 @@ STORIES = {
 @pytest.mark.parametrize(("events", "effects"), STORIES.values(), ids=STORIES)
 def test_stories(events: str, effects: str) -> None:
     read = new()
-    done = [effect.name for event in events.split() for effect in read.on(ReadEvent[event])]
+    done = [effect.name for event in events.split() for effect in read.apply(ReadEvent[event])]
     assert (read.state, " ".join(done)) == (ReadState.REPORTED, effects)
 
 
@@ -101,7 +101,7 @@ def test_the_table_has_no_dead_ends_and_nothing_unused() -> None:
 def test_an_event_that_a_state_cannot_meet_changes_nothing() -> None:
     read = new()
     with pytest.raises(KeyError):
-        read.on(ReadEvent.READ)
+        read.apply(ReadEvent.READ)
     assert read.state is ReadState.QUEUED
 
 

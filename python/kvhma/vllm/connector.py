@@ -155,7 +155,11 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the tokens to load, always in the background; None if D has to ask P first."""
+        """Return the tokens to load, always in the background.
+
+        None while that is not known: a thread makes the prompt's digest, P has not replied, or the request yields to
+        running ones.
+        """
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a prefill engine holds for other engines, in the scheduler's process: blocks, leases, offers, kept turns."""
+"""What an engine holds for other engines, in the scheduler's process: P's requests and offers, D's answers."""

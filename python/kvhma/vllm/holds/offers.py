@@ -99,7 +99,7 @@ class Offer:
         groups: number of KV cache groups of that engine.
         total: tokens that P will hand off.
         prompt: digest of these tokens.
-        state: see `TABLE`; only :meth:`on` changes it.
+        state: see `TABLE`; only :meth:`apply` changes it.
         version: grows with each change that followers see.
         epoch: of the settled tokens.
         tokens: number of settled tokens, in whole blocks.
@@ -129,7 +129,7 @@ class Offer:
     steps: deque[tuple[int, int]] = field(default_factory=deque)
     begun: bool = False
 
-    def on(self, event: OfferEvent) -> tuple[OfferEffect, ...]:
+    def apply(self, event: OfferEvent) -> tuple[OfferEffect, ...]:
         """Move on, and return what has to be done about it.
 
         Raises:
@@ -204,7 +204,7 @@ class TicketTable:
                 self._evict_oldest()
             offer = self._offers[ticket] = Offer(ticket, request_id, source, groups, total, prompt)
             if self._cancelled_early.pop(ticket, False) is None:
-                offer.on(OfferEvent.CANCELLED)
+                offer.apply(OfferEvent.CANCELLED)
                 offer.ended = _CANCELLED
         self.on_progress(ticket)
         return True
@@ -281,7 +281,7 @@ class TicketTable:
     ) -> None:
         """Give an offer an event; `store` what the event brings, if it is published."""
         with self._lock:
-            effects = offer.on(event)
+            effects = offer.apply(event)
             if OfferEffect.PUBLISH in effects:
                 store(offer)
                 offer.version += 1
@@ -314,7 +314,7 @@ class TicketTable:
 
     def _evict_oldest(self) -> None:
         ticket, _ = self._over.popitem(last=False)
-        self._offers.pop(ticket).on(OfferEvent.FORGOTTEN)
+        self._offers.pop(ticket).apply(OfferEvent.FORGOTTEN)
 
     def __len__(self) -> int:
         return len(self._offers)

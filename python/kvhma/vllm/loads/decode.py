@@ -16,7 +16,7 @@ from kvhma.geometry import Span
 from kvhma.planning import live_entries
 from kvhma.vllm.failures import Failure
 from kvhma.vllm.holds.scheduler_context import SchedulerContext
-from kvhma.vllm.internals import mark_uncacheable
+from kvhma.vllm.internals import mark_uncacheable, recompute_prompt
 from kvhma.vllm.loads.decode_digests import DecodeDigests
 from kvhma.vllm.loads.failed_loads import FailedLoads
 from kvhma.vllm.loads.following import FollowedLoad, FollowedLoads
@@ -172,7 +172,7 @@ class DecodeScheduler:
                 self._following.cancel_ticket(ticket)
                 self._move(load, LoadEvent.NOTHING_TO_LOAD)
             else:
-                load.ticket = self._following.follow_ticket(request, ticket)
+                load.followed = self._following.follow_ticket(request, ticket)
                 self._move(load, LoadEvent.TICKET)
         except KvhmaError as error:
             self._fail(load, _refused(str(error)))
@@ -258,7 +258,7 @@ class DecodeScheduler:
         It changes only if P has replied or the request has waited too long.
         """
         load = self.pending.get(request.request_id)
-        if self.failed.must_yield_to_running(request.request_id, loads=load is not None):
+        if self.failed.must_yield_to_running(request.request_id, is_load=load is not None):
             return _UNKNOWN
         if load is None:
             if not self._would_compute_items(request, local):
@@ -268,7 +268,7 @@ class DecodeScheduler:
             self._fail(load, _refused(_ITEMS_LOST))
         if load.state is LoadState.FOLLOWING:
             self._look_at_ticket(load)
-            if load.ticket is None and not load.state.is_end and request.request_id in self._items_end:
+            if load.followed is None and not load.state.is_end and request.request_id in self._items_end:
                 return _UNKNOWN  # vLLM looked up its blocks by the items before P's were adopted
         if load.state is LoadState.COMPARING:
             if not self._context.prompts.is_ready(request.request_id):
@@ -359,7 +359,7 @@ class DecodeScheduler:
             self._move(load, LoadEvent.BLOCKS)
             return
         try:
-            remote = load.remote if load.ticket is None else load.ticket.provisional()
+            remote = load.remote if load.followed is None else load.followed.provisional()
             command = self._read_command(load, remote, blocks, external)
         except KvhmaError as error:
             load.refusal = _refused(str(error))
@@ -400,26 +400,26 @@ class DecodeScheduler:
 
     def _look_at_ticket(self, load: Load) -> None:
         """Act on P's progress with a ticket whose request has no blocks yet."""
-        ticket = load.ticket
-        assert ticket is not None  # noqa: S101
-        if (params := ticket.follower.handed_off_params()) is not None:
+        followed = load.followed
+        assert followed is not None  # noqa: S101
+        if (params := followed.follower.handed_off_params()) is not None:
             self._move(load, LoadEvent.HANDED_OFF)
             load.since = time.monotonic()
             self._add_params(load, params)
         elif not is_sample(load.request_id):  # samples share P's blocks: each reads all of them after the hand-off
             try:
-                load.num_tokens = self._following.announced_tokens(load.request, ticket) or 0
+                load.num_tokens = self._following.announced_tokens(load.request, followed) or 0
             except OtherPromptError as error:
                 self._fall_back(load, "other_prompt", str(error))
             except KvhmaError as error:
                 load.refusal = _refused(str(error))
                 self._move(load, LoadEvent.TICKET_LOST)
 
-    def _read_next_piece(self, load: Load, ticket: FollowedLoad) -> None:
+    def _read_next_piece(self, load: Load, followed: FollowedLoad) -> None:
         """Order the next piece of a followed load, or the rest after the hand-off; not while it reads a piece."""
-        follower, geometry = ticket.follower, self._context.geometry
+        follower, geometry = followed.follower, self._context.geometry
         params = follower.handed_off_params()
-        if ticket.is_reading or geometry is None:
+        if followed.is_reading or geometry is None:
             return
         if load.end is not None:
             self._move(load, LoadEvent.CANCELLED)
@@ -428,21 +428,21 @@ class DecodeScheduler:
             self._move(load, LoadEvent.TICKET_LOST)
         elif params is not None:
             try:
-                command = self._last_piece(load, ticket, params)
+                command = self._last_piece(load, followed, params)
             except KvhmaError as error:
                 load.refusal = _refused(str(error))
                 self._move(load, LoadEvent.UNREADABLE)
             else:
                 self._move(load, LoadEvent.HANDED_OFF, command)
-        elif (piece := ticket.next_piece(geometry, self._context.settings.piece_tokens)) is not None:
+        elif (piece := followed.next_piece(geometry, self._context.settings.piece_tokens)) is not None:
             self._move(load, LoadEvent.SETTLED, piece)
 
-    def _last_piece(self, load: Load, ticket: FollowedLoad, params: dict[str, Any]) -> ReadCommand:
+    def _last_piece(self, load: Load, followed: FollowedLoad, params: dict[str, Any]) -> ReadCommand:
         """Return the command that reads the rest of a followed load; from then on it is a load like others."""
-        remote = self._received.read_of_ticket(params, ticket.num_prompt_tokens)
+        remote = self._received.read_of_ticket(params, followed.num_prompt_tokens)
         if self._context.geometry is None:
             raise RequestError("this engine has registered no caches")
-        command = ticket.last_piece(self._context.geometry, remote)
+        command = followed.last_piece(self._context.geometry, remote)
         load.remote, load.since = remote, time.monotonic()
         load.is_shared = self._is_shared(load, remote)
         return command._replace(outcome=self._outcome(remote))
@@ -451,8 +451,8 @@ class DecodeScheduler:
 
     def take_metadata(self) -> StepMetadata:
         """Return the reads and refusals since the last call. vLLM calls it at the end of each schedule."""
-        for request_id, ticket in list(self._following.with_blocks.items()):
-            self._read_next_piece(self.pending[request_id], ticket)
+        for request_id, followed in list(self._following.with_blocks.items()):
+            self._read_next_piece(self.pending[request_id], followed)
         if self._loads.unclaimed:
             self._claim_what_lasts()
         for load in self._loads.comparing():  # after the claims: a load that the next step schedules needs no claim
@@ -464,7 +464,7 @@ class DecodeScheduler:
 
     def wait_for_progress(self) -> None:
         """Wait a little for what pending loads need: progress of a followed prompt, or the digest of a prompt."""
-        self._following.wait_for_progress(load.ticket for load in self.pending.values())
+        self._following.wait_for_progress(load.followed for load in self.pending.values())
         if (load := next(iter(self._loads.comparing()), None)) is not None:  # the thread makes one after the other
             self._context.prompts.is_ready(load.request_id, _DIGEST_SECONDS)
 
@@ -530,9 +530,7 @@ class DecodeScheduler:
         request = load.request
         self._compute_locally(load.request_id, reason, "the last turn's answer could not be read completely")
         if self._context.manager is not None:
-            # vLLM does the same with the recompute policy. It has not processed this result yet.
-            self._context.manager.free(request)
-            request.num_computed_tokens = 0
+            recompute_prompt(self._context.manager, request)
             self.failed.on_load_failed(load.request_id)
 
     def _exclude_partial_blocks(self, request_id: str, first_tokens: Mapping[int, int]) -> None:
@@ -588,18 +586,18 @@ class DecodeScheduler:
 
     def _move(self, load: Load, event: LoadEvent, command: ReadCommand | None = None) -> None:
         """Give an event to a load's machine, and carry out its effects; `command` is the read that the event brings."""
-        effects = self._loads.on(load, event)
+        effects = self._loads.apply(load, event)
         if load.state.is_end:
             self._digests.discard_sums(load.request_id)
         for effect in effects:
             self._carry_out(load, effect, command)
 
     def _carry_out(self, load: Load, effect: LoadEffect, command: ReadCommand | None) -> None:
-        request_id, ticket, failure = load.request_id, load.ticket, load.refusal
+        request_id, followed, failure = load.request_id, load.followed, load.refusal
         if effect is LoadEffect.ORDER and command is not None:
             self._metadata.loads.append(command)
-        elif effect is LoadEffect.PLACE and command is not None and ticket is not None:
-            self._following.on_blocks_allocated(request_id, ticket, command)
+        elif effect is LoadEffect.PLACE and command is not None and followed is not None:
+            self._following.on_blocks_allocated(request_id, followed, command)
         elif effect is LoadEffect.CANCEL_READ:
             self._metadata.cancelled.append(request_id)
         elif effect is LoadEffect.REPORT_FAILED and failure is not None:
@@ -620,9 +618,9 @@ class DecodeScheduler:
             # A claimed load is released in any case: a renewal in flight may have claimed it again.
             if load.claim is not None or not self._worker_has_notified(load):
                 self._release_claim(load, read=True)
-        elif effect in _TICKET_ENDS and ticket is not None:
-            load.ticket = None
-            self._following.stop_following(request_id, ticket, _TICKET_ENDS[effect])
+        elif effect in _TICKET_ENDS and followed is not None:
+            load.followed = None
+            self._following.stop_following(request_id, followed, _TICKET_ENDS[effect])
 
     # --- Leases -------------------------------------------------------------------------------------------------
 

@@ -30,8 +30,8 @@ class FailedLoads:
         """Note that a request has blocks again, or has ended."""
         self._yielded_at.pop(request_id, None)
 
-    def must_yield_to_running(self, request_id: str, *, loads: bool) -> bool:
-        """Return whether a request must wait for a step because a load has failed; `loads`: whether it is a load.
+    def must_yield_to_running(self, request_id: str, *, is_load: bool) -> bool:
+        """Return whether a request must wait for a step because a load has failed; `is_load`: whether it is a load.
 
         vLLM puts a failed load back in front of requests that hold blocks. There it would wait for blocks that they
         release only after it. So it yields once, and vLLM queues it after them. vLLM still reserves blocks for it.
@@ -47,7 +47,7 @@ class FailedLoads:
                 self._yielded_at[request_id] = now
             return is_first
         oldest = min((since for since in self._yielded_at.values() if since is not None), default=now)
-        return loads and now - oldest > _RETRY_SECONDS
+        return is_load and now - oldest > _RETRY_SECONDS
 
     def waited_too_long_for_blocks(self, load: Load) -> bool:
         """Return whether a load has waited too long for blocks.

@@ -221,10 +221,10 @@ class Load:
 
     Attributes:
         request: vLLM's.
-        state: see `TABLE`; only `Loads.on` changes it.
+        state: see `TABLE`; only `Loads.apply` changes it.
         purpose: what the request is loaded for.
         remote: what P said of it; None if nothing that can be read.
-        ticket: how it is followed while P computes its prompt; None if it is not.
+        followed: how it is followed while P computes its prompt; None if it is not.
         refusal: why it cannot be loaded, or is computed here; None otherwise.
         num_tokens: tokens to have afterwards; 0 as long as that is not known.
         is_shared: whether other requests read the same blocks.
@@ -241,7 +241,7 @@ class Load:
     state: LoadState = LoadState.NEW
     purpose: Purpose = Purpose.DECODE
     remote: PrefillParams | None = None
-    ticket: FollowedLoad | None = None
+    followed: FollowedLoad | None = None
     refusal: Failure | None = None
     num_tokens: int = 0
     is_shared: bool = False
@@ -290,7 +290,7 @@ class Loads:
         self.unclaimed: dict[str, Load] = {}
         self._comparing: dict[str, Load] = {}
 
-    def on(self, load: Load, event: LoadEvent) -> tuple[LoadEffect, ...]:
+    def apply(self, load: Load, event: LoadEvent) -> tuple[LoadEffect, ...]:
         """Move a load on, and return what has to be done about it.
 
         Raises:

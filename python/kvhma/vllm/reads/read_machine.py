@@ -139,7 +139,7 @@ class ActiveRead:
         command: the scheduler's order.
         ordered_at: when the worker got it, on the monotonic clock, as all times here.
         after: device work that has to end before the blocks are written to; None without any.
-        state: see `TABLE`; only :meth:`on` changes it.
+        state: see `TABLE`; only :meth:`apply` changes it.
         launched: device work that the state waits for; None without any.
         handshakes: number of handshakes that it has waited for.
         engine: the acquired engine that it reads from; None without one.
@@ -185,7 +185,7 @@ class ActiveRead:
     error: BaseException | None = None
     ended_at: float = 0.0
 
-    def on(self, event: ReadEvent) -> tuple[ReadEffect, ...]:
+    def apply(self, event: ReadEvent) -> tuple[ReadEffect, ...]:
         """Move on, and return what has to be done about it.
 
         Raises:
@@ -195,12 +195,16 @@ class ActiveRead:
         return effects
 
     def fail(self, error: BaseException) -> None:
-        """Note an error; the first error counts. If a handshake fails after a lost connection, the text names both."""
+        """Note an error; the first error counts.
+
+        If a handshake fails after a lost connection, P may have restarted. That is a `PeerLostError`, which is
+        transient, and its text names both.
+        """
         if self.error is None:
             if self.lost is not None and isinstance(error, HandshakeError):
                 error = PeerLostError(f"{self.lost}; and reconnecting: {error}")
             self.error = error
-        self.on(ReadEvent.FAILED)
+        self.apply(ReadEvent.FAILED)
 
     @property
     def has_digest(self) -> bool:

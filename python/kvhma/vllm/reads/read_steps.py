@@ -49,7 +49,7 @@ class ReadSteps:
             ReadState.PLACING: self._places,
             ReadState.ZEROING: self._zeroed,
             ReadState.POSTING: self._posted,
-            ReadState.READING: self._read,
+            ReadState.READING: self._all_read,
             ReadState.PERMUTING: lambda read: _device_ended(read, ReadEvent.PERMUTED),
             ReadState.CHECKING: _checked,
             ReadState.ASKED: _answered,
@@ -85,7 +85,7 @@ class ReadSteps:
 
     def move(self, read: ActiveRead, event: ReadEvent) -> None:
         """Give an event to a read, and carry out the effects. An effect that fails the read ends the others."""
-        effects = read.on(event)
+        effects = read.apply(event)
         following = read.state
         for effect in effects:
             with errors_fail(read):
@@ -117,7 +117,7 @@ class ReadSteps:
         read.post_seconds += read.posted_at - started
         return None if unposted or read.error is not None else ReadEvent.POSTED
 
-    def _read(self, read: ActiveRead) -> ReadEvent | None:
+    def _all_read(self, read: ActiveRead) -> ReadEvent | None:
         _poll(read)
         if read.error is not None or read.in_flight:
             return None
