@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Which pieces of a request's blocks count, and in which range of tokens.
-use crate::content::keys::Keys;
-use crate::geometry::types::{BlockId, Geometry, Group, Kind, state_slot};
+use crate::content::keys::{IndexKeys, Keys};
+use crate::geometry::types::{BlockId, Group, Kind, state_slot};
 use crate::request::span::CheckedSpan;
 
 /// Tokens of a sum, if that gives at most `MAX_RANGES` sums.
@@ -62,55 +62,74 @@ impl Counted {
     fn range_of(&self, token: u64) -> usize {
         (token / self.range_tokens).saturating_sub(self.low / self.range_tokens) as usize
     }
+
+    fn has(&self, token: u64) -> bool {
+        (self.from..self.num_tokens).contains(&token)
+    }
+
+    /// Whether a kernel block begins before the last counted token, and ends after the first counted token.
+    fn overlaps(&self, block: &KernelBlock) -> bool {
+        let last = block.token(block.group.kernel_tokens() - 1);
+        self.from < self.num_tokens && block.token(0) < self.num_tokens && self.from <= last
+    }
 }
 
 /// The pieces of a group's blocks.
-pub(crate) fn pieces_of(geometry: &Geometry, group: usize, span: &CheckedSpan, counted: Counted, keys: Keys) -> Pieces {
-    let group = &geometry.groups[group];
-    let tokens = keys.axis("tokens");
-    let whole = |block: BlockId, kernel: u64, range: usize, token: u64| Piece {
-        block,
-        kernel,
-        first: 0,
-        range,
-        keys: vec![tokens.key(token)],
-    };
-    if let Kind::Ssm { num_speculative_blocks } = group.kind {
-        let slot = state_slot(span.ids.len(), num_speculative_blocks).map(|slot| span.ids[slot]);
-        let kernels = |block| (0..group.kernel_blocks_per_block).map(move |kernel| (block, kernel));
-        let whole = slot.into_iter().flat_map(kernels).map(|(block, kernel)| whole(block, kernel, 0, kernel)).collect();
-        return Pieces { tokens: Vec::new(), whole };
+pub(crate) fn pieces_of(group: &Group, span: &CheckedSpan, counted: Counted, keys: Keys) -> Pieces {
+    let keys = keys.axis("tokens");
+    match group.kind {
+        Kind::Ssm { num_speculative_blocks } => state_pieces(span, num_speculative_blocks, keys),
+        _ => attention_pieces(group, span, counted, keys),
     }
-    let mut found = Pieces::default();
-    for (index, &block) in span.ids.iter().enumerate() {
-        let entry = span.first + index as u64;
-        for kernel in 0..group.kernel_blocks_per_block {
-            let token = |index: u64| token_of(group, entry, kernel * group.kernel_tokens() + index);
-            let (first, last) = (token(0), token(group.kernel_tokens() - 1));
-            let is_needed = counted.from < counted.num_tokens && first < counted.num_tokens && last >= counted.from;
-            if !is_needed {
-                continue;
-            }
-            found.whole.push(whole(block, kernel, counted.range_of(first), first));
-            for index in 0..group.kernel_tokens() {
-                let token = token(index);
-                if !(counted.from..counted.num_tokens).contains(&token) {
-                    continue;
-                }
-                let (range, key) = (counted.range_of(token), tokens.key(token));
-                match found.tokens.last_mut() {
-                    Some(piece)
-                        if (piece.block, piece.kernel, piece.range) == (block, kernel, range)
-                            && piece.first + piece.keys.len() as u64 == index =>
-                    {
-                        piece.keys.push(key);
-                    }
-                    _ => found.tokens.push(Piece { block, kernel, first: index, range, keys: vec![key] }),
-                }
-            }
-        }
+}
+
+/// The slot with the state. A state is one kernel block, and has no tokens.
+fn state_pieces(span: &CheckedSpan, num_speculative_blocks: u64, keys: IndexKeys) -> Pieces {
+    let slot = state_slot(span.ids.len(), num_speculative_blocks);
+    let piece = |slot: usize| Piece { block: span.ids[slot], kernel: 0, first: 0, range: 0, keys: vec![keys.key(0)] };
+    Pieces { tokens: Vec::new(), whole: slot.map(piece).into_iter().collect() }
+}
+
+fn attention_pieces(group: &Group, span: &CheckedSpan, counted: Counted, keys: IndexKeys) -> Pieces {
+    let mut pieces = Pieces::default();
+    for block in KernelBlock::all(group, span).filter(|block| counted.overlaps(block)) {
+        pieces.whole.push(block.piece(&[(0, block.token(0))], counted, keys));
+        let tokens = (0..group.kernel_tokens()).map(|index| (index, block.token(index)));
+        let tokens: Vec<(u64, u64)> = tokens.filter(|(_, token)| counted.has(*token)).collect();
+        let is_same_range = |one: &(u64, u64), next: &(u64, u64)| counted.range_of(one.1) == counted.range_of(next.1);
+        let of_ranges = tokens.chunk_by(is_same_range);
+        pieces.tokens.extend(of_ranges.map(|tokens| block.piece(tokens, counted, keys)));
     }
-    found
+    pieces
+}
+
+/// A kernel block of an entry of the block table.
+struct KernelBlock<'a> {
+    group: &'a Group,
+    entry: u64,
+    block: BlockId,
+    kernel: u64,
+}
+
+impl<'a> KernelBlock<'a> {
+    /// The kernel blocks of a span, in the order of the sequence.
+    fn all(group: &'a Group, span: &'a CheckedSpan) -> impl Iterator<Item = Self> {
+        let kernels = 0..group.kernel_blocks_per_block;
+        let of_entry = move |(entry, &block)| kernels.clone().map(move |kernel| Self { group, entry, block, kernel });
+        (span.first..).zip(&span.ids).flat_map(of_entry)
+    }
+
+    /// The token of the sequence with number `index` in the kernel block.
+    fn token(&self, index: u64) -> u64 {
+        token_of(self.group, self.entry, self.kernel * self.group.kernel_tokens() + index)
+    }
+
+    /// The piece of consecutive tokens of one range: each token's number in the kernel block, and the token.
+    fn piece(&self, tokens: &[(u64, u64)], counted: Counted, keys: IndexKeys) -> Piece {
+        let (first, first_token) = tokens[0];
+        let keys = tokens.iter().map(|(_, token)| keys.key(*token)).collect();
+        Piece { block: self.block, kernel: self.kernel, first, range: counted.range_of(first_token), keys }
+    }
 }
 
 /// The token of the sequence with number `index` in entry `entry` of the block table.

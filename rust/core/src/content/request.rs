@@ -112,7 +112,7 @@ fn sums(
         let has_no_state = !group.kind.is_attention() && spans[index].ids.is_empty();
         let from = if group.kind.is_attention() { counted.from } else { num_tokens * u64::from(has_no_state) };
         sums.from_token = sums.from_token.max(from);
-        let pieces = pieces_of(geometry, index, &spans[index], counted, keys);
+        let pieces = pieces_of(group, &spans[index], counted, keys);
         let ranks = Ranks::of_group(group, (geometry.tp_rank, geometry.tp_size), request.cp_tp_size);
         for layer in geometry.layers.iter().filter(|layer| layer.group == index && is_wanted(layer)) {
             for part in &geometry.page(layer).parts {
