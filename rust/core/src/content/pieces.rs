@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Which pieces of a request's blocks count, and in which range of tokens.
 use crate::content::keys::{IndexKeys, Keys};
-use crate::geometry::types::{BlockId, Group, Kind, state_slot};
+use crate::geometry::types::{BlockId, Group, Kind, Layer, Part, state_slot};
 use crate::request::span::CheckedSpan;
 
 /// Tokens of a sum, if that gives at most `MAX_RANGES` sums.
@@ -25,6 +25,14 @@ pub(crate) struct Piece {
     pub(crate) range: usize,
     /// Keys of the tokens; for a whole kernel block the key of its first token.
     pub(crate) keys: Vec<u64>,
+}
+
+impl Piece {
+    /// Where the piece of a part begins in the region of a layer.
+    pub(crate) fn offset(&self, layer: &Layer, part: &Part) -> u64 {
+        let page = u64::from(self.block.0) * layer.block_stride + self.kernel * layer.kernel_stride;
+        layer.offset + page + part.offset + part.tokens().map_or(0, |axis| axis.stride * self.first)
+    }
 }
 
 /// The pieces of one group, once for parts that tokens cut and once for the other parts.

@@ -5,12 +5,12 @@ use std::collections::{BTreeMap, HashSet};
 use crate::content::keys::{HEADS, Keys};
 use crate::content::memory::ContentMemory;
 use crate::content::part::PartSum;
-use crate::content::pieces::{Counted, pieces_of};
+use crate::content::pieces::{Counted, Pieces, pieces_of};
 use crate::content::shares::Ranks;
 use crate::error::{Error, Result};
 use crate::geometry::types::{Axis, Geometry, Group, Kind, Layer, Part};
 use crate::pairing::plan::Plan;
-use crate::request::span::{MAX_TOKENS, Span, check_spans};
+use crate::request::span::{CheckedSpan, MAX_TOKENS, Span, check_spans};
 
 /// The arguments of a sum.
 #[derive(Debug)]
@@ -92,14 +92,8 @@ fn sums(
     memory: &dyn ContentMemory,
     is_wanted: impl Fn(&Layer) -> bool,
 ) -> Result<Vec<ContentSums>> {
-    let num_tokens = request.num_tokens;
-    if num_tokens == 0 || num_tokens > MAX_TOKENS {
-        return Err(Error::value("", "num_tokens", num_tokens, format!("has to be 1 to {MAX_TOKENS}")));
-    }
-    let firsts = request.first_tokens.map_or_else(|| vec![0; geometry.groups.len()], <[u64]>::to_vec);
-    if firsts.len() != geometry.groups.len() {
-        return Err(Error::count("first tokens", firsts.len(), geometry.groups.len()));
-    }
+    request.check_num_tokens()?;
+    let first_tokens = request.check_first_tokens(geometry.groups.len())?;
     let spans = check_spans("local", geometry, request.spans)?;
     let keys = Keys::new(request.seed);
     let mut classes: BTreeMap<Class, ContentSums> = BTreeMap::new();
@@ -107,30 +101,80 @@ fn sums(
         if group.kind == Kind::Opaque {
             continue; // only its owner knows what its blocks mean for a request
         }
-        let counted = Counted::new(group, num_tokens, firsts[index]);
+        let (span, counted) = (&spans[index], Counted::new(group, request.num_tokens, first_tokens[index]));
         let sums = classes.entry(class_of(group)).or_insert_with(|| ContentSums::empty(group, counted));
-        let has_no_state = !group.kind.is_attention() && spans[index].ids.is_empty();
-        let from = if group.kind.is_attention() { counted.from } else { num_tokens * u64::from(has_no_state) };
-        sums.from_token = sums.from_token.max(from);
-        let pieces = pieces_of(group, &spans[index], counted, keys);
-        let ranks = Ranks::of_group(group, (geometry.tp_rank, geometry.tp_size), request.cp_tp_size);
+        sums.from_token = sums.from_token.max(from_token(group, span, counted));
+        let group_sum = GroupSum {
+            geometry,
+            memory,
+            cp_rank: group.cp_rank,
+            keys,
+            ranks: Ranks::of_group(group, (geometry.tp_rank, geometry.tp_size), request.cp_tp_size),
+            pieces: pieces_of(group, span, counted, keys),
+        };
         for layer in geometry.layers.iter().filter(|layer| layer.group == index && is_wanted(layer)) {
-            for part in &geometry.page(layer).parts {
-                let sum = PartSum::new(keys, &layer.name, part, weight(ranks, layer, part)?);
-                let to = sums.of_part(layer, part)?;
-                // Context-parallel ranks hold the same items of other tokens.
-                to[0] = to[0].wrapping_add(if group.cp_rank == 0 { sum.coverage() } else { 0 });
-                for piece in if sum.has_tokens() { &pieces.tokens } else { &pieces.whole } {
-                    let token = part.tokens().map_or(0, |axis| axis.stride * piece.first);
-                    let page = u64::from(piece.block.0) * layer.block_stride + piece.kernel * layer.kernel_stride;
-                    let at = layer.offset + page + part.offset + token;
-                    let found = sum.sum(memory, layer.region, at, &piece.keys);
-                    to[piece.range + 1] = to[piece.range + 1].wrapping_add(found);
-                }
-            }
+            group_sum.add_layer(layer, sums)?;
         }
     }
     Ok(classes.into_values().collect())
+}
+
+impl ContentRequest<'_> {
+    fn check_num_tokens(&self) -> Result<()> {
+        if self.num_tokens == 0 || self.num_tokens > MAX_TOKENS {
+            return Err(Error::value("", "num_tokens", self.num_tokens, format!("has to be 1 to {MAX_TOKENS}")));
+        }
+        Ok(())
+    }
+
+    /// For each group the first token that counts.
+    fn check_first_tokens(&self, groups: usize) -> Result<Vec<u64>> {
+        let first_tokens = self.first_tokens.map_or_else(|| vec![0; groups], <[u64]>::to_vec);
+        if first_tokens.len() != groups {
+            return Err(Error::count("first tokens", first_tokens.len(), groups));
+        }
+        Ok(first_tokens)
+    }
+}
+
+/// First token that counts in a group. For a state: the end of the request if the state is missing, else 0.
+fn from_token(group: &Group, span: &CheckedSpan, counted: Counted) -> u64 {
+    if group.kind.is_attention() {
+        counted.from
+    } else if span.ids.is_empty() {
+        counted.num_tokens
+    } else {
+        0
+    }
+}
+
+/// What the sums of a group's layers have in common.
+struct GroupSum<'a> {
+    geometry: &'a Geometry,
+    memory: &'a dyn ContentMemory,
+    cp_rank: u64,
+    keys: Keys,
+    ranks: Ranks,
+    pieces: Pieces,
+}
+
+impl GroupSum<'_> {
+    /// Adds the parts of a layer to the sums of its class.
+    fn add_layer(&self, layer: &Layer, sums: &mut ContentSums) -> Result<()> {
+        for part in &self.geometry.page(layer).parts {
+            let part_sum = PartSum::new(self.keys, &layer.name, part, weight(self.ranks, layer, part)?);
+            let sums = sums.of_part(layer, part)?;
+            // Context-parallel ranks hold the same items of other tokens.
+            if self.cp_rank == 0 {
+                sums[0] = sums[0].wrapping_add(part_sum.coverage());
+            }
+            for piece in if part_sum.has_tokens() { &self.pieces.tokens } else { &self.pieces.whole } {
+                let of_piece = part_sum.sum(self.memory, layer.region, piece.offset(layer, part), &piece.keys);
+                sums[piece.range + 1] = sums[piece.range + 1].wrapping_add(of_piece);
+            }
+        }
+        Ok(())
+    }
 }
 
 /// The weight of a rank's copy. Only one copy of heads that ranks may repeat is used, so it counts fully.
