@@ -11,6 +11,26 @@ struct Dim {
     weights: Vec<u64>,
 }
 
+impl Dim {
+    fn walk(&self) -> WalkDim<'_> {
+        WalkDim { stride: self.stride, weights: &self.weights }
+    }
+}
+
+/// A dimension of a walk through memory, which also has the tokens of a piece.
+#[derive(Debug, Clone, Copy)]
+struct WalkDim<'a> {
+    stride: u64,
+    weights: &'a [u64],
+}
+
+impl WalkDim<'_> {
+    /// Bytes from the first index to the end of the last index, if the dimension is dense.
+    fn bytes(&self) -> u64 {
+        self.stride * self.weights.len() as u64
+    }
+}
+
 /// How the bytes of a part count. An item is cut into units of 1, 2 or 4 bytes.
 #[derive(Debug)]
 pub(crate) struct PartSum {
@@ -76,28 +96,32 @@ impl PartSum {
     ///
     /// `at` is the offset in a region where the part begins, with its first token; `tokens` are the keys of the tokens.
     pub(crate) fn sum(&self, memory: &dyn ContentMemory, region: usize, at: u64, tokens: &[u64]) -> u64 {
-        let mut dims: Vec<(u64, &[u64])> = self.outer.iter().map(|dim| (dim.stride, dim.weights.as_slice())).collect();
+        let mut dims: Vec<WalkDim> = self.outer.iter().map(Dim::walk).collect();
         let whole = match self.tokens {
             Some(stride) => {
-                dims.push((stride, tokens));
+                dims.push(WalkDim { stride, weights: tokens });
                 1
             }
             None => tokens.first().copied().unwrap_or(0),
         };
-        let found = match &self.row {
+        let sum = match &self.row {
             Innermost::Words(keys) => {
-                dims.sort_by_key(|dim| std::cmp::Reverse(dim.0));
+                sort_outermost_first(&mut dims);
                 walk(&dims, at, &|at| words(memory.bytes(region, at, 4 * keys.len() as u64), keys))
             }
             Innermost::Units { unit, of_item } => of_item.iter().fold(0u64, |sum, (offset, dim)| {
                 let mut dims = dims.clone();
-                dims.push((dim.stride, &dim.weights));
-                dims.sort_by_key(|dim| std::cmp::Reverse(dim.0));
+                dims.push(dim.walk());
+                sort_outermost_first(&mut dims);
                 sum.wrapping_add(sum_units(memory, region, at + offset, *unit, &dims))
             }),
         };
-        found.wrapping_mul(self.key).wrapping_mul(whole)
+        sum.wrapping_mul(self.key).wrapping_mul(whole)
     }
+}
+
+fn sort_outermost_first(dims: &mut [WalkDim]) {
+    dims.sort_by_key(|dim| std::cmp::Reverse(dim.stride));
 }
 
 impl Innermost {
@@ -136,28 +160,31 @@ fn row_axis(part: &Part) -> Option<&Axis> {
 }
 
 /// The sum over all indices of some dimensions, outermost first.
-fn walk(dims: &[(u64, &[u64])], at: u64, leaf: &dyn Fn(u64) -> u64) -> u64 {
-    let Some(((stride, weights), rest)) = dims.split_first() else { return leaf(at) };
-    let places = (0u64..).map(|index| at + index * stride);
-    weights
-        .iter()
-        .zip(places)
-        .fold(0u64, |sum, (weight, at)| sum.wrapping_add(weight.wrapping_mul(walk(rest, at, leaf))))
+fn walk(dims: &[WalkDim], at: u64, leaf: &dyn Fn(u64) -> u64) -> u64 {
+    let [dim, inner @ ..] = dims else { return leaf(at) };
+    let places = (0u64..).map(|index| at + index * dim.stride);
+    let weighted = |(weight, at): (&u64, u64)| weight.wrapping_mul(walk(inner, at, leaf));
+    dim.weights.iter().zip(places).map(weighted).fold(0, u64::wrapping_add)
 }
 
-/// The sum over units. If the last dimension is dense it is read at once, together with a dense dimension before it.
-fn sum_units(memory: &dyn ContentMemory, region: usize, at: u64, unit: usize, dims: &[(u64, &[u64])]) -> u64 {
-    let Some((&(stride, weights), rest)) = dims.split_last().filter(|(last, _)| last.0 == unit as u64) else {
-        return walk(dims, at, &|at| value(memory.bytes(region, at, unit as u64)));
-    };
-    let row = stride as usize * weights.len();
-    match rest.split_last() {
-        Some((&(stride, rows), rest)) if stride == row as u64 => walk(rest, at, &|at| {
-            let rows_of = memory.bytes(region, at, (row * rows.len()) as u64).chunks_exact(row).zip(rows);
-            rows_of.fold(0u64, |sum, (items, key)| sum.wrapping_add(key.wrapping_mul(dot(items, unit, weights))))
-        }),
-        _ => walk(rest, at, &|at| dot(memory.bytes(region, at, row as u64), unit, weights)),
+/// The sum over units. A dense last dimension is read at once, together with a dense dimension before it.
+fn sum_units(memory: &dyn ContentMemory, region: usize, at: u64, unit: usize, dims: &[WalkDim]) -> u64 {
+    let is_dense = |last: &WalkDim| last.stride == unit as u64;
+    match *dims {
+        [ref outer @ .., rows, row] if is_dense(&row) && rows.stride == row.bytes() => {
+            walk(outer, at, &|at| dot_rows(memory.bytes(region, at, rows.bytes()), unit, rows.weights, row.weights))
+        }
+        [ref outer @ .., row] if is_dense(&row) => {
+            walk(outer, at, &|at| dot(memory.bytes(region, at, row.bytes()), unit, row.weights))
+        }
+        _ => walk(dims, at, &|at| value(memory.bytes(region, at, unit as u64))),
     }
+}
+
+/// The sum over dense rows of units.
+fn dot_rows(bytes: &[u8], unit: usize, rows: &[u64], weights: &[u64]) -> u64 {
+    let rows = bytes.chunks_exact(unit * weights.len()).zip(rows);
+    rows.fold(0, |sum: u64, (units, weight)| sum.wrapping_add(weight.wrapping_mul(dot(units, unit, weights))))
 }
 
 fn words(bytes: &[u8], keys: &[u32]) -> u64 {
