@@ -33,25 +33,6 @@ pub struct PermutedRows {
     pub permutes: Vec<Permute>,
 }
 
-/// A grid of equal cells. All cells are whole rows except the first and the last. The first may be the end of a row and
-/// the last the beginning of one, if the row was joined with a neighbour of the grid.
-struct Grid {
-    blocks: usize,
-    heads: usize,
-    /// Bytes of a cell.
-    length: u64,
-}
-
-impl Grid {
-    fn bytes(&self) -> u64 {
-        self.length.saturating_mul((self.blocks * self.heads) as u64)
-    }
-
-    fn saved(&self) -> u64 {
-        (self.blocks * (self.heads - 1)) as u64
-    }
-}
-
 /// Reads a grid in the source's order if that moves at most `permute_bytes` for each saved row.
 ///
 /// `local` and `remote` are the rows of one source, sorted by local address. `bounds` are the sorted addresses, local
@@ -65,38 +46,23 @@ pub fn permuted_rows(
     if local.len() != remote.len() {
         return Err(Error::count("remote rows", remote.len(), local.len()));
     }
-    let rows = Rows { local, remote, bounds };
     let mut found = PermutedRows::default();
-    // A row, and how many of its bytes belong to a grid.
-    let (mut index, mut taken) = (0, 0);
-    while index < local.len() {
-        let left = local[index][1] - taken;
-        let next = local.get(index + 1).map_or(0, |row| row[1]);
-        let grid = [left, next.min(left)]
-            .into_iter()
-            .find_map(|length| rows.grid(index, length))
-            .filter(|grid| grid.bytes() <= permute_bytes.saturating_mul(grid.saved()));
-        let Some(grid) = grid else {
-            found.push(rows.cut(index, taken, left), bounds);
-            (index, taken) = (index + 1, 0);
+    let mut cursor = Cursor { local, remote, bounds, taken: 0 };
+    while let Some(left) = cursor.bytes_left() {
+        let Some(grid) = cursor.grid(left).filter(|grid| grid.bytes() <= permute_bytes.saturating_mul(grid.saved()))
+        else {
+            found.push(cursor.take_bytes(left), bounds);
             continue;
         };
-        let skipped = left - grid.length;
-        if skipped > 0 {
-            found.push(rows.cut(index, taken, skipped), bounds);
+        let before = left - grid.corner.length;
+        if before > 0 {
+            found.push(cursor.take_bytes(before), bounds);
         }
-        let address = local[index][0] + taken + skipped;
-        let whole = grid.length * grid.heads as u64;
-        for block in 0..grid.blocks {
-            let to = [address + block as u64 * whole, whole, local[index][2]];
-            found.push((to, [rows.source(index, block, grid.length), whole, remote[index][2]]), bounds);
+        for row in grid.block_rows() {
+            found.push(row, bounds);
         }
-        found.permutes.push([address, local[index][2], grid.blocks as u64, grid.heads as u64, grid.length]);
-        index += grid.blocks * grid.heads - 1;
-        taken = grid.length;
-        if local[index][1] == taken {
-            (index, taken) = (index + 1, 0);
-        }
+        found.permutes.push(grid.permute());
+        cursor.pass_grid(&grid);
     }
     Ok(found)
 }
@@ -121,66 +87,165 @@ impl PermutedRows {
     }
 }
 
-struct Rows<'a> {
+/// The rows that were not read yet. Some bytes of the first row may have been.
+struct Cursor<'a> {
     local: &'a [Descriptor],
     remote: &'a [Descriptor],
     bounds: (&'a [u64], &'a [u64]),
+    /// Bytes of the first row that were read.
+    taken: u64,
 }
 
-impl Rows<'_> {
-    /// Some bytes of a row.
-    fn cut(&self, index: usize, skip: u64, length: u64) -> (Descriptor, Descriptor) {
-        let of = |row: Descriptor| [row[0] + skip, length, row[2]];
-        (of(self.local[index]), of(self.remote[index]))
+impl<'a> Cursor<'a> {
+    /// Bytes of the first row that were not read; None after the last row.
+    fn bytes_left(&self) -> Option<u64> {
+        self.local.first().map(|row| row[1] - self.taken)
     }
 
-    /// Where a block begins in the source, for a grid whose first cell is the end of a row.
-    fn source(&self, start: usize, block: usize, length: u64) -> u64 {
-        let [address, bytes, _] = self.remote[start + block];
-        if block == 0 { address + bytes - length } else { address }
+    /// The largest grid that begins in the first row. Its cells are as long as what is left of it, or as the next row.
+    fn grid(&self, left: u64) -> Option<Grid<'a>> {
+        let next = self.local.get(1).map_or(0, |row| row[1]);
+        let corner = |length: u64| Corner::new(self.local, self.remote, length);
+        [left, next.min(left)].into_iter().find_map(|length| corner(length)?.grid(self.bounds))
     }
 
-    /// The largest grid that begins with the last `length` bytes of a row. None without a grid of at least two blocks
-    /// and two heads.
-    fn grid(&self, start: usize, length: u64) -> Option<Grid> {
-        if length == 0 || self.local[start][0].checked_add(self.local[start][1]).is_none() {
-            return None;
+    /// Reads some bytes of the first row.
+    fn take_bytes(&mut self, length: u64) -> (Descriptor, Descriptor) {
+        let skip = self.taken;
+        let cut = |rows: &[Descriptor]| [rows[0][0] + skip, length, rows[0][2]];
+        let row = (cut(self.local), cut(self.remote));
+        self.advance(length);
+        row
+    }
+
+    /// Passes all cells of a grid.
+    fn pass_grid(&mut self, grid: &Grid) {
+        self.pass_rows(grid.cells() - 1);
+        self.advance(grid.corner.length);
+    }
+
+    fn pass_rows(&mut self, count: usize) {
+        (self.local, self.remote, self.taken) = (&self.local[count..], &self.remote[count..], 0);
+    }
+
+    fn advance(&mut self, length: u64) {
+        self.taken += length;
+        if self.taken == self.local[0][1] {
+            self.pass_rows(1);
         }
-        let first = self.local[start][0] + self.local[start][1] - length;
-        let is_cell = |row: usize, of: usize, head: usize, is_last: bool| {
-            let at = first.wrapping_add(length.wrapping_mul((row - start) as u64));
-            let source = self.source(start, of, length).wrapping_add(length.wrapping_mul(head as u64));
-            let begins = |rows: &[Descriptor], address: u64| {
-                rows.get(row).is_some_and(|found| found[0] == address && found[2] == rows[start + of][2])
-            };
-            let bytes = self.local.get(row).map_or(0, |found| found[1]);
-            (bytes == length || (is_last && bytes > length)) && begins(self.local, at) && begins(self.remote, source)
+    }
+}
+
+/// The first cell of a grid: the last `length` bytes of the first row.
+struct Corner<'a> {
+    /// The rows of the cells. Row `head * blocks + block` is the cell of a block and a head.
+    local: &'a [Descriptor],
+    remote: &'a [Descriptor],
+    length: u64,
+    /// Local address.
+    address: u64,
+}
+
+impl<'a> Corner<'a> {
+    /// None for an empty cell, and for a row beyond the last address.
+    fn new(local: &'a [Descriptor], remote: &'a [Descriptor], length: u64) -> Option<Self> {
+        let [address, bytes, _] = local[0];
+        let end = address.checked_add(bytes)?;
+        (length > 0).then(|| Self { local, remote, length, address: end - length })
+    }
+
+    /// The largest grid that begins here. None without a grid of at least two blocks and two heads.
+    fn grid(self, bounds: (&[u64], &[u64])) -> Option<Grid<'a>> {
+        let blocks = self.count_blocks()?;
+        let heads = self.count_heads(blocks).min(self.heads_within(bounds, blocks));
+        (heads > 1).then_some(Grid { corner: self, blocks, heads })
+    }
+
+    /// Address of a block in the source.
+    fn source(&self, block: usize) -> u64 {
+        let [address, bytes, _] = self.remote[block];
+        if block == 0 { address + bytes - self.length } else { address }
+    }
+
+    /// Whether a row is as long as a cell.
+    fn is_whole(&self, row: usize) -> bool {
+        self.local.get(row).is_some_and(|local| local[1] == self.length)
+    }
+
+    /// Whether a row begins with the cell of a block and a head.
+    fn begins_with(&self, row: usize, block: usize, head: usize) -> bool {
+        let is_at = |rows: &[Descriptor], address: u64| (rows[row][0], rows[row][2]) == (address, rows[block][2]);
+        let cells = |count: usize| self.length.wrapping_mul(count as u64);
+        is_at(self.local, self.address.wrapping_add(cells(row)))
+            && is_at(self.remote, self.source(block).wrapping_add(cells(head)))
+    }
+
+    /// Number of blocks of a grid: the second head of the first block is in this row.
+    fn count_blocks(&self) -> Option<usize> {
+        let mut whole_rows = (1..=MAX_BLOCKS).take_while(|&row| self.is_whole(row));
+        let blocks = whole_rows.find(|&row| self.begins_with(row, 0, 1))?;
+        let is_grid = blocks > 1 && (1..blocks).all(|block| self.begins_with(block, block, 0));
+        is_grid.then_some(blocks)
+    }
+
+    /// Number of heads of a grid. The last row of the last head may be longer than a cell.
+    fn count_heads(&self, blocks: usize) -> usize {
+        let is_head = |&head: &usize| {
+            let (first, last) = (head * blocks, (head + 1) * blocks - 1);
+            let is_long_enough = |row: usize| self.is_whole(row) || (row == last && self.local[row][1] > self.length);
+            self.is_whole(first - 1)
+                && (first..first + blocks).all(|row| is_long_enough(row) && self.begins_with(row, row - first, head))
         };
-        let blocks = (1..=MAX_BLOCKS)
-            .take_while(|&blocks| self.local.get(start + blocks).is_some_and(|row| row[1] == length))
-            .find(|&blocks| is_cell(start + blocks, 0, 1, false))
-            .filter(|&blocks| blocks > 1)?;
-        let is_head = |head: usize| {
-            (0..blocks).all(|block| is_cell(start + head * blocks + block, block, head, block + 1 == blocks))
-        };
-        // The first cell of the first head is the end of a row, and the others are whole rows.
-        if !(1..blocks).all(|block| is_cell(start + block, block, 0, false)) {
-            return None;
-        }
-        let is_whole = |head: usize| self.local[start + (head + 1) * blocks - 1][1] == length;
-        let mut heads = 1;
-        while (heads == 1 || is_whole(heads - 1)) && is_head(heads) {
-            heads += 1;
-        }
-        let room = |address: u64, bounds: &[u64], each: u64| {
+        1 + (1..self.local.len() / blocks).take_while(is_head).count()
+    }
+
+    /// Maximum number of heads whose rows stay within the registered memory of their first cells.
+    fn heads_within(&self, (local_bounds, remote_bounds): (&[u64], &[u64]), blocks: usize) -> usize {
+        let fitting = |address: u64, bounds: &[u64], head_bytes: u64| {
             let end = bounds.get(bounds.partition_point(|&bound| bound <= address)).copied().unwrap_or(u64::MAX);
-            ((end - address) / each) as usize
+            ((end - address) / head_bytes) as usize
         };
-        let heads = (0..blocks)
-            .map(|block| room(self.source(start, block, length), self.bounds.1, length))
-            .chain([heads, room(first, self.bounds.0, length.saturating_mul(blocks as u64))])
-            .min()?;
-        (heads > 1).then_some(Grid { blocks, heads, length })
+        let local = fitting(self.address, local_bounds, self.length.saturating_mul(blocks as u64));
+        let remote = (0..blocks).map(|block| fitting(self.source(block), remote_bounds, self.length));
+        remote.fold(local, usize::min)
+    }
+}
+
+/// A grid of equal cells. All cells are whole rows except the first and the last. The first may be the end of a row and
+/// the last the beginning of one, if the row was joined with a neighbour of the grid.
+struct Grid<'a> {
+    corner: Corner<'a>,
+    blocks: usize,
+    heads: usize,
+}
+
+impl Grid<'_> {
+    fn cells(&self) -> usize {
+        self.blocks * self.heads
+    }
+
+    fn bytes(&self) -> u64 {
+        self.corner.length.saturating_mul(self.cells() as u64)
+    }
+
+    /// How many rows fewer it is in the source's order.
+    fn saved(&self) -> u64 {
+        (self.cells() - self.blocks) as u64
+    }
+
+    /// A row for each block of the source.
+    fn block_rows(&self) -> impl Iterator<Item = (Descriptor, Descriptor)> {
+        let Corner { local, remote, length, address } = self.corner;
+        let bytes = length * self.heads as u64;
+        (0..self.blocks).map(move |block| {
+            let to = [address + block as u64 * bytes, bytes, local[0][2]];
+            (to, [self.corner.source(block), bytes, remote[0][2]])
+        })
+    }
+
+    fn permute(&self) -> Permute {
+        let Corner { local, length, address, .. } = self.corner;
+        [address, local[0][2], self.blocks as u64, self.heads as u64, length]
     }
 }
 
