@@ -28,7 +28,7 @@ pub enum Error {
     },
 }
 
-/// What a wrong value belongs to.
+/// What an error is about. Every class has an exception in Python.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
     /// A geometry that contradicts itself.
@@ -39,6 +39,8 @@ pub enum Class {
     Request,
     /// A block id.
     BlockId,
+    /// Two geometries.
+    Pair,
 }
 
 /// A number, or another value as text.
@@ -68,6 +70,9 @@ impl From<&str> for Value {
     }
 }
 
+/// Values of an error by name, for the attributes of an exception; None for a place that the error does not have.
+pub type Fields = Vec<(&'static str, Option<Value>)>;
+
 /// A wrong value: the parts of a sentence, and the sentence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wrong {
@@ -89,10 +94,64 @@ pub struct Wrong {
     pub text: String,
 }
 
+impl Wrong {
+    fn fields(&self) -> Fields {
+        let Self { class: _, code, place, field, value, expected, reason, text: _ } = self;
+        vec![
+            named("code", *code),
+            named("place", place.as_str()),
+            named("field", &**field),
+            named("reason", &**reason),
+            named("value", value.clone()),
+            named("expected", expected.clone()),
+        ]
+    }
+}
+
+fn finding_fields(finding: &Finding) -> Fields {
+    let Finding { code, severity: _, place, field, local, remote, reason } = finding;
+    let Place { layer, part, axis } = place;
+    let name = |name: &Option<String>| name.as_deref().map(Value::from);
+    vec![
+        named("code", *code),
+        named("place", place.to_string()),
+        named("field", *field),
+        named("reason", *reason),
+        named("local", local.as_str()),
+        named("remote", remote.as_str()),
+        ("layer", name(layer)),
+        ("part", name(part)),
+        ("axis", name(axis)),
+    ]
+}
+
+fn named(name: &'static str, value: impl Into<Value>) -> (&'static str, Option<Value>) {
+    (name, Some(value.into()))
+}
+
 /// A side and the index of one of its groups.
 pub(crate) type SideGroup = (&'static str, usize);
 
 impl Error {
+    /// What the error is about.
+    pub fn class(&self) -> Class {
+        match self {
+            Self::Input(wrong) => wrong.class,
+            Self::Unpairable(_) | Self::Unplannable(_) | Self::NoViews { .. } => Class::Pair,
+        }
+    }
+
+    /// The values from which the text was made.
+    pub fn fields(&self) -> Fields {
+        match self {
+            Self::Input(wrong) => wrong.fields(),
+            Self::Unpairable(finding) | Self::Unplannable(finding) => finding_fields(finding),
+            Self::NoViews { why } => {
+                vec![named("code", "no-views"), named("field", "views"), named("reason", why.as_str())]
+            }
+        }
+    }
+
     /// A wrong argument of a function: its value, the required value, the reason, and the sentence.
     pub fn argument(code: &'static str, field: &str, values: (Value, Value), reason: &str, text: String) -> Self {
         wrong(Class::Request, code, ("", field.to_owned()), values, reason.to_owned(), text)

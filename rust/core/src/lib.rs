@@ -39,7 +39,7 @@ pub use block_users::BlockUsers;
 pub use bytes::rows::{Descriptor, View};
 pub use content::{ContentMemory, ContentRequest, ContentSums, RepeatedSums, index_keys};
 pub use digest::TokenDigest;
-pub use error::{Class, Error, Result, Value, Wrong};
+pub use error::{Class, Error, Fields, Result, Value, Wrong};
 pub use finding::{Finding, Place, Severity};
 pub use geometry::types::{Axis, Geometry, Group, Kind, Layer, Memory, Page, Part, Region};
 pub use id_text::{ids_to_text, text_to_ids};

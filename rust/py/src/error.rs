@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Errors become Python exceptions with the values in their texts; the classes are in `kvhma.errors`.
-// A new error of the core needs a class and its data here.
-#![deny(clippy::wildcard_enum_match_arm)]
-
-use kvhma_core::{Class, Error, Finding, Value, Wrong};
+use kvhma_core::{Class, Error, Value};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
@@ -47,41 +44,27 @@ pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
 }
 
 fn exception<'py>(py: Python<'py>, error: &Error) -> PyResult<Bound<'py, PyAny>> {
-    let data = PyDict::new(py);
-    let set = |words: &[(&str, &str)]| words.iter().try_for_each(|(name, word)| data.set_item(name, word));
-    let class = match error {
-        Error::Input(wrong) => {
-            let Wrong { class, code, place, field, value, expected, reason, text: _ } = &**wrong;
-            set(&[("code", code), ("place", place), ("field", field), ("reason", reason)])?;
-            for (name, value) in [("value", value), ("expected", expected)] {
-                match value {
-                    Value::Number(number) => data.set_item(name, number)?,
-                    Value::Text(text) => data.set_item(name, text)?,
-                }
-            }
-            match class {
-                Class::Geometry => "GeometryError",
-                Class::Overflow => "AddressOverflowError",
-                Class::Request => "RequestError",
-                Class::BlockId => "BlockIdError",
-            }
+    let attributes = PyDict::new(py);
+    for (name, value) in error.fields() {
+        match value {
+            Some(Value::Number(number)) => attributes.set_item(name, number)?,
+            Some(Value::Text(text)) => attributes.set_item(name, text)?,
+            None => attributes.set_item(name, py.None())?,
         }
-        Error::Unpairable(finding) | Error::Unplannable(finding) => {
-            let Finding { code, place, field, local, remote, reason, severity: _ } = &**finding;
-            set(&[("code", code), ("place", &place.to_string()), ("field", field), ("reason", reason)])?;
-            set(&[("local", local), ("remote", remote)])?;
-            for (name, value) in [("layer", &place.layer), ("part", &place.part), ("axis", &place.axis)] {
-                data.set_item(name, value)?;
-            }
-            "UnsupportedPairError"
-        }
-        Error::NoViews { why } => {
-            set(&[("code", "no-views"), ("field", "views"), ("reason", why)])?;
-            "UnsupportedPairError"
-        }
-    };
+    }
     let errors = ERRORS.get_or_try_init(py, || py.import("kvhma.errors").map(Bound::unbind))?;
-    errors.bind(py).getattr(class)?.call((printable(&error.to_string()),), Some(&data))
+    let class = errors.bind(py).getattr(class_name(error.class()))?;
+    class.call((printable(&error.to_string()),), Some(&attributes))
+}
+
+fn class_name(class: Class) -> &'static str {
+    match class {
+        Class::Geometry => "GeometryError",
+        Class::Overflow => "AddressOverflowError",
+        Class::Request => "RequestError",
+        Class::BlockId => "BlockIdError",
+        Class::Pair => "UnsupportedPairError",
+    }
 }
 
 pub(crate) trait OrRaise<T> {
