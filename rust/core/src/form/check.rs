@@ -112,22 +112,9 @@ fn check_interleave(place: &str, group: &written::Group, kind: Kind) -> Result<u
 
 /// The kind with the numbers that it needs; refuses numbers of other kinds.
 fn check_kind(place: &str, group: &written::Group) -> Result<Kind> {
-    let word = group.kind.word();
-    let of_kind = |field, value: Option<u64>, kind: written::Kind| match (group.kind == kind, value) {
-        (true, None) => Err(wrong(place, field, "missing", format!("a {} group needs it", kind.word()))),
-        (true, Some(value)) => not_zero(place, field, value).map(|()| value),
-        (false, None) => Ok(0),
-        (false, Some(value)) => {
-            Err(wrong(place, field, value, format!("only {} groups have it, this one is {word}", kind.word())))
-        }
-    };
-    let window = of_kind("window", group.window, written::Kind::Sliding)?;
-    let chunk = of_kind("chunk", group.chunk, written::Kind::Chunked)?;
-    let (is_state, speculative) = (group.kind == written::Kind::Ssm, group.speculative);
-    let expected = "has to be 1: state is never split into kernel blocks";
-    require(!is_state || group.ratio == 1, place, "ratio", group.ratio, expected)?;
-    let expected = format_args!("has to be 0 in a {word} group");
-    require(is_state || speculative == 0, place, "speculative", speculative, expected)?;
+    let window = number_of(written::Kind::Sliding, (place, group), "window", group.window)?;
+    let chunk = number_of(written::Kind::Chunked, (place, group), "chunk", group.chunk)?;
+    check_state(place, group)?;
     Ok(match group.kind {
         written::Kind::Full => Kind::Full,
         written::Kind::Sliding => Kind::Sliding { window },
@@ -136,6 +123,35 @@ fn check_kind(place: &str, group: &written::Group) -> Result<Kind> {
         written::Kind::Ssm => Kind::Ssm { num_speculative_blocks: group.speculative },
         written::Kind::Opaque => Kind::Opaque,
     })
+}
+
+/// A number that groups of one kind need, and other groups may not have: they get 0.
+fn number_of(
+    kind: written::Kind,
+    (place, group): (&str, &written::Group),
+    field: &'static str,
+    value: Option<u64>,
+) -> Result<u64> {
+    match (group.kind == kind, value) {
+        (true, None) => Err(wrong(place, field, "missing", format!("a {} group needs it", kind.word()))),
+        (true, Some(value)) => not_zero(place, field, value).map(|()| value),
+        (false, None) => Ok(0),
+        (false, Some(value)) => {
+            let expected = format!("only {} groups have it, this one is {}", kind.word(), group.kind.word());
+            Err(wrong(place, field, value, expected))
+        }
+    }
+}
+
+/// Checks that only state has speculative slots, and that state is not split.
+fn check_state(place: &str, group: &written::Group) -> Result<()> {
+    if group.kind == written::Kind::Ssm {
+        let expected = "has to be 1: state is never split into kernel blocks";
+        require(group.ratio == 1, place, "ratio", group.ratio, expected)
+    } else {
+        let expected = format_args!("has to be 0 in a {} group", group.kind.word());
+        require(group.speculative == 0, place, "speculative", group.speculative, expected)
+    }
 }
 
 fn check_layer(geometry: &Geometry, index: usize, layer: written::Layer, page_ends: &[u64]) -> Result<Layer> {
