@@ -216,21 +216,29 @@ impl Comparison<'_> {
                 self.add(&place.axis(&axis.name), ("extent", "extent"), (extent(axis), extent(other)), reason);
             }
         }
-        let (tokens, other_tokens) = (self.local.group.kernel_tokens(), self.remote.group.kernel_tokens());
-        if !self.local.group.kind.is_attention() || local.tokens().is_some() {
-            return;
+        if self.local.group.kind.is_attention() && local.tokens().is_none() {
+            self.whole_kernel_blocks(place);
         }
+    }
+
+    /// Compares what a kernel block holds.
+    fn whole_kernel_blocks(&mut self, place: &Place) {
         let reason = "content without a token axis moves by whole kernel blocks, so these have to be equal";
-        let (turns, other_turns) =
-            (self.local.group.turns_in_kernel_block(), self.remote.group.turns_in_kernel_block());
+        let (local, remote) = (self.local.group, self.remote.group);
+        let (tokens, other_tokens) = (local.kernel_tokens(), remote.kernel_tokens());
         if tokens != other_tokens {
-            self.add(place, ("block-size", "kernel block"), (tokens.to_string(), other_tokens.to_string()), reason);
-        } else if turns != other_turns {
-            let told = |turns: Option<(u64, u64)>| match turns {
-                None => "whole kernel blocks".to_owned(),
-                Some((ranks, tokens)) => format!("{tokens} tokens of {ranks} ranks"),
-            };
-            self.add(place, ("cp-turns", "cp_interleave"), (told(turns), told(other_turns)), reason);
+            let values = (tokens.to_string(), other_tokens.to_string());
+            self.add(place, ("block-size", "kernel block"), values, reason);
+        } else if local.turns_in_kernel_block() != remote.turns_in_kernel_block() {
+            self.add(place, ("cp-turns", "cp_interleave"), (turns(local), turns(remote)), reason);
         }
+    }
+}
+
+/// How context-parallel ranks share a kernel block.
+fn turns(group: &Group) -> String {
+    match group.turns_in_kernel_block() {
+        None => "whole kernel blocks".to_owned(),
+        Some((ranks, tokens)) => format!("{tokens} tokens of {ranks} ranks"),
     }
 }
