@@ -5,9 +5,10 @@ use crate::error::{Error, Result};
 use crate::geometry::types::KernelBlockId;
 use crate::pairing::group_pair::CopyTemplate;
 use crate::pairing::plan::Plan;
-use crate::pairing::view_table::{PairCut, ViewTable};
+use crate::pairing::view_table::{Entry, PairCut, ViewPair, ViewTable};
 use crate::request::block_pairs::{PackedPair, Pairs, count_runs, is_each_local_block_once, sort};
-use crate::request::bound::{ALLOCATE, room};
+use crate::request::bound::{ALLOCATE, Budget, room};
+use crate::request::checked::CheckedRequest;
 use crate::request::pairs_by_cut::PairsByCut;
 use crate::request::span::Span;
 use crate::request::token_ranges::TailPolicy;
@@ -38,23 +39,11 @@ impl Plan {
         let mut is_disjoint = true;
         let mut budget = self.budget(ALLOCATE, zero.len());
         for source in self.sources() {
-            let views = self.view_table(source)?;
-            let table = &self.sources[source].table;
-            let by_pair = self.block_pairs(&request, source)?;
-            if views.lacks_cut_of(&by_pair) {
-                let why = "two pairs of groups cut a group's first or last block differently".into();
-                return Err(Error::NoViews { why });
-            }
-            let limit = table.bound_descriptors(&by_pair, budget)?;
-            let gathered = views.gather(&by_pair);
-            let total = views.pairs.iter().map(|pair| gathered[pair.filled_by].len()).sum();
-            limit.check(total as u64)?;
-            budget.made += total as u64;
-            is_disjoint &= reads.is_empty() && views.is_surely_disjoint(&gathered, &zero);
-            let empty = Ids { source, local: room(total)?, remote: room(total)?, ..Ids::default() };
-            let ids = encode(empty, views, &gathered);
-            if !ids.local.is_empty() {
-                reads.push(ids);
+            let filled = self.fill_views(&request, source, budget)?;
+            budget.made += filled.num_ids as u64;
+            is_disjoint &= reads.is_empty() && filled.is_surely_disjoint(&zero);
+            if filled.num_ids > 0 {
+                reads.push(filled.ids(source)?);
             }
         }
         if !is_disjoint && !self.is_each_block_once(&request) {
@@ -62,6 +51,21 @@ impl Plan {
             self.reads(&request, &zero, ALLOCATE)?;
         }
         Ok(Transfer::new(reads, zero, &request))
+    }
+
+    /// The views of a source with the request's blocks. Fails if views cannot express the request, or if it has too
+    /// many ids.
+    fn fill_views(&self, request: &CheckedRequest, source: usize, budget: Budget) -> Result<FilledViews<'_>> {
+        let views = self.view_table(source)?;
+        let by_pair = self.block_pairs(request, source)?;
+        if views.lacks_cut_of(&by_pair) {
+            let why = "two pairs of groups cut a group's first or last block differently".into();
+            return Err(Error::NoViews { why });
+        }
+        let limit = self.sources[source].table.bound_descriptors(&by_pair, budget)?;
+        let filled = FilledViews::new(views, views.gather(&by_pair));
+        limit.check(filled.num_ids as u64)?;
+        Ok(filled)
     }
 
     /// Local descriptors of ids of a source.
@@ -101,17 +105,44 @@ impl ViewTable {
         };
         self.fillers.iter().map(gather).collect()
     }
+}
+
+/// Views, and the blocks of a request that fill them.
+struct FilledViews<'a> {
+    views: &'a ViewTable,
+    /// Block pairs of each set of fillers, sorted by local id.
+    gathered: Vec<Pairs>,
+    /// Ids of each side.
+    num_ids: usize,
+}
+
+impl<'a> FilledViews<'a> {
+    fn new(views: &'a ViewTable, gathered: Vec<Pairs>) -> Self {
+        let num_ids = views.pairs.iter().map(|pair| gathered[pair.filled_by].len()).sum();
+        Self { views, gathered, num_ids }
+    }
 
     /// Whether the pairs are certainly written without overlap, and apart from sorted `others`. It checks every
     /// template, not every copy.
-    fn is_surely_disjoint(&self, gathered: &[Pairs], others: &[Descriptor]) -> bool {
-        let filled = || self.entries.iter().map(|entry| (&entry.template, gathered[entry.filled_by].as_slice()));
+    fn is_surely_disjoint(&self, others: &[Descriptor]) -> bool {
+        let pairs_of = |entry: &Entry| self.gathered[entry.filled_by].as_slice();
+        let filled = || self.views.entries.iter().map(|entry| (&entry.template, pairs_of(entry)));
         let is_clear = |other: &Descriptor, (template, pairs): (&CopyTemplate, &[PackedPair])| {
             !template.writes_into(pairs, other[0], other[0] + other[1])
         };
-        gathered.iter().all(|pairs| is_each_local_block_once(pairs))
+        self.gathered.iter().all(|pairs| is_each_local_block_once(pairs))
             && is_ascending(filled())
             && filled().all(|filled| others.iter().all(|other| is_clear(other, filled)))
+    }
+
+    /// For each pair of views in turn, the ids of its blocks, from the id of block 0 on.
+    fn ids(&self, source: usize) -> Result<Ids> {
+        let mut ids = Ids { source, local: room(self.num_ids)?, remote: room(self.num_ids)?, ..Ids::default() };
+        let columns: Vec<IdColumns> = self.gathered.iter().map(|pairs| IdColumns::of(pairs)).collect();
+        for pair in &self.views.pairs {
+            ids.append_blocks(pair, &columns[pair.filled_by]);
+        }
+        Ok(ids)
     }
 }
 
@@ -150,31 +181,37 @@ impl CopyTemplate {
     }
 }
 
-/// Ids of gathered pairs: for each pair of views in turn, the ids of its blocks, from the id of block 0 on.
-fn encode(mut ids: Ids, table: &ViewTable, gathered: &[Pairs]) -> Ids {
-    // Block ids are below the count of their view, and all ids of a table fit int32.
-    let columns: Vec<(Vec<i32>, Vec<i32>, u64)> = gathered
-        .iter()
-        .map(|pairs| {
-            let ids = |of: fn(PackedPair) -> i32| pairs.iter().map(|&pair| of(pair)).collect();
-            (ids(|pair| pair.local().0 as i32), ids(|pair| pair.remote().0 as i32), count_runs(pairs))
-        })
-        .collect();
-    for pair in &table.pairs {
-        let (local, remote, runs) = &columns[pair.filled_by];
-        let (local_start, remote_start) = (pair.local_start as i32, pair.remote_start as i32);
-        ids.local.extend(local.iter().map(|id| local_start.wrapping_add(*id)));
-        ids.remote.extend(remote.iter().map(|id| remote_start.wrapping_add(*id)));
-        ids.bytes = pair.length.saturating_mul(local.len() as u64).saturating_add(ids.bytes);
-        ids.merged += if pair.is_dense { *runs } else { local.len() as u64 };
+/// Block ids of some pairs.
+struct IdColumns {
+    local: Vec<i32>,
+    remote: Vec<i32>,
+    runs: u64,
+}
+
+impl IdColumns {
+    fn of(pairs: &[PackedPair]) -> Self {
+        // Block ids are below the count of their view, and all ids of a table fit int32.
+        let ids = |of: fn(PackedPair) -> i32| pairs.iter().map(|&pair| of(pair)).collect();
+        let (local, remote) = (ids(|pair| pair.local().0 as i32), ids(|pair| pair.remote().0 as i32));
+        Self { local, remote, runs: count_runs(pairs) }
     }
-    ids
+}
+
+impl Ids {
+    /// Appends the ids of blocks in a pair of views.
+    fn append_blocks(&mut self, pair: &ViewPair, blocks: &IdColumns) {
+        let num_blocks = blocks.local.len() as u64;
+        let (local_start, remote_start) = (pair.local_start as i32, pair.remote_start as i32);
+        self.local.extend(blocks.local.iter().map(|id| local_start.wrapping_add(*id)));
+        self.remote.extend(blocks.remote.iter().map(|id| remote_start.wrapping_add(*id)));
+        self.bytes = pair.length.saturating_mul(num_blocks).saturating_add(self.bytes);
+        self.merged += if pair.is_dense { blocks.runs } else { num_blocks };
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pairing::view_table::ViewPair;
 
     #[test]
     fn each_pair_of_views_has_the_ids_of_its_blocks() {
@@ -194,7 +231,8 @@ mod tests {
             cuts: vec![],
         };
         let packed = |(local, remote)| PackedPair::new(KernelBlockId(local), KernelBlockId(remote));
-        let ids = encode(Ids { source: 3, ..Ids::default() }, &table, &[[(2, 5), (3, 6), (7, 1)].map(packed).to_vec()]);
+        let filled = FilledViews::new(&table, vec![[(2, 5), (3, 6), (7, 1)].map(packed).to_vec()]);
+        let ids = filled.ids(3).expect("there is memory");
         assert_eq!(ids.local, [2, 3, 7, 12, 13, 17]);
         assert_eq!(ids.remote, [105, 106, 101, 205, 206, 201]);
         // Blocks 2 and 3 are one run of the dense pair; the other pair has three descriptors.
