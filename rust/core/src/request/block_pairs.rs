@@ -11,6 +11,12 @@ pub(crate) struct PackedPair(u64);
 
 pub(crate) type Pairs = Vec<PackedPair>;
 
+/// From so many pairs on, [`sort`] counts digits instead of comparing pairs.
+const MIN_COUNTED: usize = 1024;
+/// Bits of a local id that one pass of [`sort`] counts.
+const DIGIT_BITS: u32 = 11;
+const NUM_DIGITS: usize = 1 << DIGIT_BITS;
+
 impl PackedPair {
     /// Difference from a pair to that of the next blocks on both sides.
     const NEXT: u64 = 1 << 32 | 1;
@@ -126,37 +132,47 @@ pub(crate) fn is_each_local_block_once(pairs: &[PackedPair]) -> bool {
     pairs.is_sorted_by(|one, next| one.local().0 < next.local().0)
 }
 
-/// Sorts pairs by their local id. Block lists are short and their ids small, so two or three counting passes are
-/// enough.
-pub(crate) fn sort(pairs: &mut Vec<PackedPair>) {
-    const BITS: u32 = 11;
+/// Sorts pairs by their local id. Long lists are counted, because their ids are small: two or three passes are enough.
+///
+/// ```text
+/// ns a pair, random ids below 2^16       512   8,192   65,536 pairs
+///   comparing: sort_unstable             5.0     7.6     10.7
+///   counting digits of 11 bits           6.0     3.9      6.4
+/// ```
+pub(crate) fn sort(pairs: &mut Pairs) {
     if pairs.is_sorted_by(|one, next| one.0 <= next.0) {
         return;
     }
-    if pairs.len() < 128 {
+    if pairs.len() < MIN_COUNTED {
         pairs.sort_unstable_by_key(|pair| pair.0);
         return;
     }
     let largest = pairs.iter().map(|pair| pair.local().0).max().unwrap_or(0);
     let mut sorted = vec![PackedPair::default(); pairs.len()];
-    let mut shift = 32;
-    while largest >> (shift - 32) > 0 {
-        let digit = |pair: PackedPair| (pair.0 >> shift) as usize & ((1 << BITS) - 1);
-        let mut starts = [0u32; 1 << BITS];
-        for &pair in pairs.iter() {
-            starts[digit(pair)] += 1;
-        }
-        let mut sum = 0;
-        for start in &mut starts {
-            sum += std::mem::replace(start, sum);
-        }
-        for &pair in pairs.iter() {
-            let slot = &mut starts[digit(pair)];
-            sorted[*slot as usize] = pair;
-            *slot += 1;
-        }
+    let mut shift = 0;
+    while largest >> shift > 0 {
+        sort_by_digit(pairs, &mut sorted, shift);
         std::mem::swap(pairs, &mut sorted);
-        shift += BITS;
+        shift += DIGIT_BITS;
+    }
+}
+
+/// One pass of a radix sort: writes the pairs in the order of a digit of their local ids; equal digits keep their order.
+fn sort_by_digit(pairs: &[PackedPair], sorted: &mut [PackedPair], shift: u32) {
+    let digit = |pair: PackedPair| (pair.0 >> (32 + shift)) as usize & (NUM_DIGITS - 1);
+    // First the number of pairs with each digit, then where the next pair with the digit is written.
+    let mut starts = [0u32; NUM_DIGITS];
+    for &pair in pairs {
+        starts[digit(pair)] += 1;
+    }
+    let mut sum = 0;
+    for start in &mut starts {
+        sum += std::mem::replace(start, sum);
+    }
+    for &pair in pairs {
+        let start = &mut starts[digit(pair)];
+        sorted[*start as usize] = pair;
+        *start += 1;
     }
 }
 
@@ -221,7 +237,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn counting_passes_sort(ids in proptest::collection::hash_set(0u64..1 << 31, 0..600), bits in 0u32..31) {
+        fn counting_passes_sort(ids in proptest::collection::hash_set(0u64..1 << 31, 0..2000), bits in 0u32..31) {
             let mut pairs: Pairs = ids.iter().map(|&id| packed(id >> bits, id & 0x7fff_ffff)).collect();
             let mut expected = pairs.clone();
             expected.sort_by_key(|pair| pair.local());
