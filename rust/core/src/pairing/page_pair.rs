@@ -46,7 +46,7 @@ struct Member {
 /// layers apart         |a0|a1|a2| |b0|b1|b2|     one pair of pages at two places
 /// block-major          |a0 b0|a1 b1|a2 b2|       a pair of two layers, whose pieces touch
 /// ```
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct PagePair {
     members: Vec<Member>,
     pub(crate) num_places: u64,
@@ -82,48 +82,41 @@ impl PagePair {
         self.members_of(group_pair).map(|member| member.slices.len() as u64).sum()
     }
 
-    /// Visits the parts with bytes in a cut.
-    fn visit_cut<'a>(
+    /// The parts with bytes in a cut.
+    fn part_cuts<'a>(
         &'a self,
         group_pair: usize,
         cut: TokenCut,
         geometries: &Geometries<'a>,
-        mut visit: impl FnMut(&'a Member, PartCut<'a>),
-    ) {
-        for member in self.members_of(group_pair) {
-            for slice in &member.slices {
-                let local = &geometries.local.pages[member.pages.0].parts[slice.local_part];
-                let remote = &geometries.remote.pages[member.pages.1].parts[slice.remote_part];
-                // Content that tokens do not cut belongs to the block's first token.
-                if local.tokens().is_some() || cut.local == 0 {
-                    visit(
-                        member,
-                        PartCut { local, remote, cutout: Cutout { ranges: &slice.ranges, tokens: Some(cut) } },
-                    );
-                }
-            }
-        }
+    ) -> impl Iterator<Item = (&'a Member, PartCut<'a>)> {
+        let Geometries { local, remote } = *geometries;
+        let part_cut = move |member: &Member, slice: &'a PartSlice| PartCut {
+            local: &local.pages[member.pages.0].parts[slice.local_part],
+            remote: &remote.pages[member.pages.1].parts[slice.remote_part],
+            cutout: Cutout { ranges: &slice.ranges, tokens: Some(cut) },
+        };
+        self.members_of(group_pair)
+            .flat_map(move |member| member.slices.iter().map(move |slice| (member, part_cut(member, slice))))
+            // Content that tokens do not cut belongs to the block's first token.
+            .filter(move |(_, part)| part.local.tokens().is_some() || cut.local == 0)
     }
 
     /// Number of pieces of a block for a cut, before they are joined.
     pub(crate) fn count_unjoined(&self, group_pair: usize, cut: TokenCut, geometries: &Geometries) -> u64 {
-        let mut count = 0u64;
-        self.visit_cut(group_pair, cut, geometries, |_, part| {
-            count = count.saturating_add(count_pieces(part.local, part.remote, part.cutout));
-        });
-        count
+        let parts = self.part_cuts(group_pair, cut, geometries).map(|(_, part)| part);
+        parts.map(|part| count_pieces(part.local, part.remote, part.cutout)).fold(0, u64::saturating_add)
     }
 
     /// The pieces of a block for a cut of a pair of groups.
     pub(crate) fn pieces(&self, group_pair: usize, cut: TokenCut, geometries: &Geometries) -> PagePieces {
         let mut by_strides: Vec<(StridePair, Vec<Piece>)> = Vec::new();
-        self.visit_cut(group_pair, cut, geometries, |member, PartCut { local, remote, cutout }| {
+        for (member, PartCut { local, remote, cutout }) in self.part_cuts(group_pair, cut, geometries) {
             let index = by_strides.iter().position(|known| known.0 == member.strides).unwrap_or_else(|| {
                 by_strides.push((member.strides, Vec::new()));
                 by_strides.len() - 1
             });
             part_pieces(local, remote, cutout, member.bases, &mut by_strides[index].1);
-        });
+        }
         for (_, pieces) in &mut by_strides {
             join_neighbours(pieces);
         }
@@ -174,6 +167,18 @@ impl<'a> Placed<'a> {
         found.sort_by_key(|layer| (layer.regions, layer.bases, layer.group_pair));
         found
     }
+
+    /// The layer as a member of a pair of pages at a place.
+    fn member(&self, place: PageBases, geometries: &Geometries) -> Member {
+        let Geometries { local, remote } = geometries;
+        Member {
+            group_pair: self.group_pair,
+            pages: (local.layers[self.layers.local].page, remote.layers[self.layers.remote].page),
+            slices: self.slices.to_vec(),
+            bases: PageBases { local: self.bases.local - place.local, remote: self.bases.remote - place.remote },
+            strides: self.strides,
+        }
+    }
 }
 
 /// Distinct pairs of pages, and all their places, by local address.
@@ -183,30 +188,10 @@ pub(crate) fn pair_pages(group_pairs: &[GroupPair], geometries: &Geometries) -> 
     let layers = Placed::all(group_pairs, geometries);
     let mut rest = layers.as_slice();
     while let Some(first) = rest.first() {
-        let (mut count, mut end, mut stride) = (0, first.end, 0);
-        for layer in rest.iter().take_while(|layer| layer.regions == first.regions) {
-            // Blocks of the layer are between those of the others, or its page continues where theirs ends.
-            if count > 0 && layer.bases.local - first.bases.local >= stride && layer.bases.local > end {
-                break;
-            }
-            (count, end, stride) = (count + 1, end.max(layer.end), stride.max(layer.strides.local.block));
-        }
-        let (near, others) = rest.split_at(count);
-        let bases = PageBases {
-            local: first.bases.local,
-            remote: near.iter().map(|layer| layer.bases.remote).min().unwrap_or_default(),
-        };
-        let member = |layer: &Placed| Member {
-            group_pair: layer.group_pair,
-            pages: (
-                geometries.local.layers[layer.layers.local].page,
-                geometries.remote.layers[layer.layers.remote].page,
-            ),
-            slices: layer.slices.to_vec(),
-            bases: PageBases { local: layer.bases.local - bases.local, remote: layer.bases.remote - bases.remote },
-            strides: layer.strides,
-        };
-        let mut members: Vec<Member> = near.iter().map(member).collect();
+        let (interleaved, others) = rest.split_at(count_interleaved(rest));
+        let remote = interleaved.iter().map(|layer| layer.bases.remote).min().unwrap_or_default();
+        let bases = PageBases { local: first.bases.local, remote };
+        let mut members: Vec<Member> = interleaved.iter().map(|layer| layer.member(bases, geometries)).collect();
         members.sort_unstable();
         let next = known.len();
         let page_pair = *known.entry(members).or_insert(next);
@@ -214,12 +199,27 @@ pub(crate) fn pair_pages(group_pairs: &[GroupPair], geometries: &Geometries) -> 
         rest = others;
     }
     places.sort_by_key(|place| place.bases.local);
-    let mut known: Vec<(Vec<Member>, usize)> = known.into_iter().collect();
-    known.sort_unstable_by_key(|(_, index)| *index);
-    let mut page_pairs: Vec<PagePair> =
-        known.into_iter().map(|(members, _)| PagePair { members, num_places: 0 }).collect();
+    let mut page_pairs: Vec<PagePair> = Vec::new();
+    page_pairs.resize_with(known.len(), PagePair::default);
+    for (members, index) in known {
+        page_pairs[index].members = members;
+    }
     for place in &places {
         page_pairs[place.page_pair].num_places += 1;
     }
     (page_pairs, places)
+}
+
+/// Number of layers whose blocks are interleaved with those of the first layer; at least 1.
+fn count_interleaved(layers: &[Placed]) -> usize {
+    let (first, others) = (&layers[0], &layers[1..]);
+    let (mut end, mut stride) = (first.end, first.strides.local.block);
+    let in_same_regions = others.iter().take_while(|layer| layer.regions == first.regions);
+    let interleaved = in_same_regions.take_while(|layer| {
+        // Blocks of the layer are between those of the others, or its page continues where theirs ends.
+        let is_near = layer.bases.local - first.bases.local < stride || layer.bases.local <= end;
+        (end, stride) = (end.max(layer.end), stride.max(layer.strides.local.block));
+        is_near
+    });
+    1 + interleaved.count()
 }
