@@ -8,61 +8,86 @@ use crate::geometry::ranges::intersect_boxes;
 use crate::geometry::types::{Axis, Geometry, Layer, Part};
 use crate::pairing::most_pieces::{MAX_PIECES, MostPieces, SPARE_PIECES, split_unit};
 
-/// Pieces of a pair of parts.
-#[derive(Clone, Copy)]
+/// Pieces of some pairs of parts.
+#[derive(Clone, Copy, Default)]
 struct Cost {
     pieces: u64,
     /// Pieces that the layouts of engines do not explain.
     unexplained: u64,
 }
 
+impl Cost {
+    fn and(self, other: Self) -> Self {
+        Self {
+            pieces: self.pieces.saturating_add(other.pieces),
+            unexplained: self.unexplained.saturating_add(other.unexplained),
+        }
+    }
+
+    fn is_allowed(self) -> bool {
+        self.unexplained <= SPARE_PIECES && self.pieces <= MAX_PIECES
+    }
+}
+
+/// A part on both sides, and its cost.
+struct PartCost<'a> {
+    local: &'a Part,
+    remote: &'a Part,
+    cost: Cost,
+}
+
 /// The first part with which a block of all layers has too many pieces, if any; the same for both directions. Both
 /// geometries have the same parts and axes in all layers that they share.
 pub(crate) fn too_dear(local: &Geometry, remote: &Geometry) -> Option<Finding> {
-    let remote_layers: HashMap<&str, &Layer> = remote.layers.iter().map(|layer| (layer.name.as_str(), layer)).collect();
-    let mut pairs: Vec<(&Layer, &Layer)> =
-        local.layers.iter().filter_map(|layer| Some((layer, *remote_layers.get(layer.name.as_str())?))).collect();
-    pairs.sort_unstable_by_key(|(layer, _)| &layer.name);
-    let mut known: HashMap<_, Vec<(&str, Cost)>> = HashMap::new();
-    let (mut pieces, mut unexplained) = (0u64, 0u64);
-    for (layer, other) in pairs {
+    let mut known: HashMap<_, Vec<PartCost>> = HashMap::new();
+    let mut total = Cost::default();
+    for (layer, other) in common_layers(local, remote) {
         let key = (layer.page, layer.group, other.page, other.group);
-        let costs = known.entry(key).or_insert_with(|| costs((local, layer), (remote, other)));
-        for &mut (part, cost) in costs {
-            pieces = pieces.saturating_add(cost.pieces);
-            unexplained = unexplained.saturating_add(cost.unexplained);
-            if unexplained <= SPARE_PIECES && pieces <= MAX_PIECES {
-                continue;
-            }
-            let parts = local.page(layer).part(part).zip(remote.page(other).part(part));
-            let place = Place::layer(&layer.name).part(part);
-            if let Some((place, strides)) = parts.and_then(|(part, other)| split_unit(&place, part, other))
-                && unexplained > SPARE_PIECES
-            {
-                let reason = "every layout of an engine keeps these items together, for each token and head";
-                return Some(Finding::error("split-items", place, "stride", strides, reason));
-            }
-            if let Some((part, other)) = parts.filter(|_| pieces > MAX_PIECES) {
-                let reason = "one block of all layers is more than 2^21 pieces: the bytes of the two sides lie too \
-                              differently";
-                return Some(Finding::error("pieces", place, "strides", (strides(part), strides(other)), reason));
+        for part in known.entry(key).or_insert_with(|| costs((local, layer), (remote, other))) {
+            total = total.and(part.cost);
+            let refusal = if total.is_allowed() { None } else { refusal(total, layer, part) };
+            if refusal.is_some() {
+                return refusal;
             }
         }
     }
     None
 }
 
+/// The layers that both sides have, by name.
+fn common_layers<'a>(local: &'a Geometry, remote: &'a Geometry) -> Vec<(&'a Layer, &'a Layer)> {
+    let remote_layers: HashMap<&str, &Layer> = remote.layers.iter().map(|layer| (layer.name.as_str(), layer)).collect();
+    let pair = |layer: &'a Layer| Some((layer, *remote_layers.get(layer.name.as_str())?));
+    let mut pairs: Vec<_> = local.layers.iter().filter_map(pair).collect();
+    pairs.sort_unstable_by_key(|(layer, _)| &layer.name);
+    pairs
+}
+
+/// Why the total cost is too high, now that a part was added; None if another part is the reason.
+fn refusal(total: Cost, layer: &Layer, part: &PartCost) -> Option<Finding> {
+    let PartCost { local, remote, cost: _ } = part;
+    let place = Place::layer(&layer.name).part(&local.name);
+    let split = if total.unexplained > SPARE_PIECES { split_unit(&place, local, remote) } else { None };
+    if let Some((place, strides)) = split {
+        let reason = "every layout of an engine keeps these items together, for each token and head";
+        return Some(Finding::error("split-items", place, "stride", strides, reason));
+    }
+    let reason = "one block of all layers is more than 2^21 pieces: the bytes of the two sides lie too differently";
+    let values = || (strides(local), strides(remote));
+    (total.pieces > MAX_PIECES).then(|| Finding::error("pieces", place, "strides", values(), reason))
+}
+
 /// The cost of each part of a layer, by name.
-fn costs<'a>((local, layer): (&'a Geometry, &Layer), (remote, other): (&Geometry, &Layer)) -> Vec<(&'a str, Cost)> {
+fn costs<'a>((local, layer): (&'a Geometry, &Layer), (remote, other): (&'a Geometry, &Layer)) -> Vec<PartCost<'a>> {
     let (group, other_group) = (local.group(layer), remote.group(other));
     let tokens = if group.kind.is_attention() { group.kernel_tokens().min(other_group.kernel_tokens()) } else { 1 };
     let mut parts: Vec<&Part> = local.page(layer).parts.iter().collect();
     parts.sort_unstable_by_key(|part| &part.name);
-    let cost = |part: &'a Part| {
-        let found = remote.page(other).part(&part.name).and_then(|part_there| cost(part, part_there, tokens))?;
-        Some((part.name.as_str(), found))
+    let part_cost = |local: &'a Part| {
+        let remote = remote.page(other).part(&local.name)?;
+        Some(PartCost { local, remote, cost: cost(local, remote, tokens)? })
     };
-    parts.into_iter().filter_map(cost).collect()
+    parts.into_iter().filter_map(part_cost).collect()
 }
 
 /// The maximum cost of a pair of parts for a cut of so many tokens; None if the ranks share no item.
