@@ -174,10 +174,10 @@ impl<'a> Corner<'a> {
 
     /// Whether a row begins with the cell of a block and a head.
     fn begins_with(&self, row: usize, block: usize, head: usize) -> bool {
-        let is_at = |rows: &[Descriptor], address: u64| (rows[row][0], rows[row][2]) == (address, rows[block][2]);
+        let is_at = |row: Descriptor, address: u64, device: u64| (row[0], row[2]) == (address, device);
         let cells = |count: usize| self.length.wrapping_mul(count as u64);
-        is_at(self.local, self.address.wrapping_add(cells(row)))
-            && is_at(self.remote, self.source(block).wrapping_add(cells(head)))
+        is_at(self.local[row], self.address.wrapping_add(cells(row)), self.local[0][2])
+            && is_at(self.remote[row], self.source(block).wrapping_add(cells(head)), self.remote[block][2])
     }
 
     /// Number of blocks of a grid: the second head of the first block is in this row.
@@ -239,7 +239,7 @@ impl Grid<'_> {
         let bytes = length * self.heads as u64;
         (0..self.blocks).map(move |block| {
             let to = [address + block as u64 * bytes, bytes, local[0][2]];
-            (to, [self.corner.source(block), bytes, remote[0][2]])
+            (to, [self.corner.source(block), bytes, remote[block][2]])
         })
     }
 
@@ -298,6 +298,16 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn blocks_may_be_on_several_devices_but_a_permuted_range_is_on_one() {
+        let mut rows = grid(0, &[1000, 5000], 4, 16);
+        rows.1.iter_mut().skip(1).step_by(2).for_each(|row| row[2] = 2);
+        let found = permuted(&rows, (&[], &[]), 1 << 30);
+        assert_eq!(found.remote, [[1000, 64, 1], [5000, 64, 2]]);
+        rows.0.iter_mut().skip(1).step_by(2).for_each(|row| row[2] = 3);
+        assert_eq!(permuted(&rows, (&[], &[]), 1 << 30).local, rows.0);
     }
 
     #[test]
