@@ -5,12 +5,14 @@ import contextlib
 import datetime as dt
 import logging
 import os
+import re
 import socket
 import ssl
 import threading
 import time
 from itertools import chain, repeat
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from cryptography import x509
@@ -50,6 +52,7 @@ from support.listening import (
     problem,
     said,
 )
+from support.rotation import MEETINGS, Clock, no_temporary_files, replace
 from support.waiting import HANG_SECONDS, until
 
 A, B, C = (Secrets([letter * 32]) for letter in (b"a", b"b", b"c"))
@@ -462,6 +465,96 @@ def test_a_file_that_becomes_unusable_changes_nothing_and_is_logged_once(tmp_pat
     write(file, b"b" * 32)
     time.sleep(0.01)
     assert found.sign(b"x") == B.sign(b"x")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_if_a_rotation_fails_the_old_secrets_stay_and_one_line_says_why(name, tmp_path, caplog, clock):
+    meeting, reason = MEETINGS[name]
+    file = tmp_path / "secret"
+    replace(file, b"a" * 32)
+    found = load(file)
+    signed, server, client = found.sign(b"x"), found.server_context(), found.client_context()
+    with meeting(file):
+        for _ in range(3):
+            clock.pass_by()
+            assert found.sign(b"x") == signed
+            assert found.verify(b"x", signed)
+            assert found.server_context() is server
+            assert found.client_context() is client
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    (line,) = caplog.text.splitlines()
+    assert re.search(f"secret_file '{re.escape(str(file))}'.*({reason}).*; the secrets stay as they were", line)
+    # The next good content is used, and another failure makes another line.
+    replace(file, b"a" * 32)
+    clock.pass_by()
+    assert found.sign(b"x") == signed
+    replace(file)
+    clock.pass_by()
+    assert found.sign(b"x") == signed
+    assert len(caplog.records) == 2
+    replace(file, b"b" * 32, b"a" * 32)
+    clock.pass_by()
+    assert found.sign(b"x") == B.sign(b"x")
+    assert found.verify(b"x", signed)
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_at_the_start_the_same_is_an_error_of_the_setting(name, tmp_path):
+    meeting, reason = MEETINGS[name]
+    file = tmp_path / "secret"
+    replace(file, b"a" * 32)
+    with meeting(file), pytest.raises(SettingsError, match=f"secret_file .*({reason})"):
+        load(file)
+
+
+def test_an_environment_whose_keys_cannot_be_made(monkeypatch):
+    monkeypatch.setenv("KVHMA_SECRET", "never seen before by any other test")
+    monkeypatch.setattr(wire_secrets.hashlib, "scrypt", mock.Mock(side_effect=MemoryError))
+    with pytest.raises(SettingsError, match="KVHMA_SECRET cannot be used: MemoryError"):
+        load(None)
+
+
+def test_a_rotation_needs_no_temporary_file(tmp_path, clock):
+    # Formerly a full or read-only TMPDIR made new secrets unusable.
+    file = tmp_path / "secret"
+    replace(file, b"a" * 32)
+    with no_temporary_files():
+        found = load(file)
+        replace(file, b"b" * 32, b"a" * 32)
+        clock.pass_by()
+        assert found.sign(b"x") == B.sign(b"x")
+
+
+def test_a_file_that_changed_just_now_may_be_half_written(tmp_path, clock, caplog):
+    # `cat new old > secret` writes the new line first. Without the old one, engines that still use it would be refused.
+    file = tmp_path / "secret"
+    replace(file, b"a" * 32)
+    found = load(file)
+    file.write_bytes(b"b" * 32 + b"\n")
+    for seconds in (0, 0.5):
+        clock.pass_by()
+        os.utime(file, (clock.now - seconds, clock.now - seconds))
+        assert found.sign(b"x") == A.sign(b"x")
+    assert not caplog.records
+    file.write_bytes(b"b" * 32 + b"\n" + b"a" * 32 + b"\n")
+    os.utime(file, (clock.now, clock.now))
+    clock.pass_by()
+    assert found.sign(b"x") == B.sign(b"x")
+    assert found.verify(b"x", A.sign(b"x"))
+
+
+def test_a_secret_may_have_any_bytes(tmp_path, clock):
+    file = tmp_path / "secret"
+    replace(file, b"a" * 32)
+    found = load(file)
+    replace(file, b"\xff\x00\x80" * 8)
+    clock.pass_by()
+    assert found.sign(b"x") == Secrets([b"\xff\x00\x80" * 8]).sign(b"x")
 
 
 # --- reading them ----------------------------------------------------------------------------------------------

@@ -7,17 +7,17 @@ Both sides of a connection present the certificate of their first secret and acc
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import hashlib
 import hmac
 import logging
 import os
-import secrets as random
 import ssl
-import tempfile
+import stat
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -84,7 +84,7 @@ class _Current:
 class Secrets:
     """The secrets of an engine. Safe to use from several threads.
 
-    It reads a changed file again within a second. If the new content is unusable, the secrets stay as they were.
+    It reads a changed file again. If that fails for any reason, the secrets stay as they were, and the log says why.
     """
 
     def __init__(self, secrets: Sequence[bytes] = (), *, file: Path | None = None) -> None:
@@ -110,13 +110,16 @@ class Secrets:
         """Read the secrets from the file of the settings, or else from the environment; without both, no secrets.
 
         Raises:
-            SettingsError: the file cannot be read, or its content or the variable is unusable.
+            SettingsError: the file cannot be read, its content or the variable is unusable, or the system has no room
+                for the keys.
         """
         if settings.secret_file is not None:
             file = Path(settings.secret_file)
-            return cls(_read_file(file), file=file)
+            with _settings_errors(_name(file)):
+                return cls(_lines(_read_file(file)[0], _name(file)), file=file)
         if ENVIRONMENT in os.environ:
-            return cls(_lines(os.environ[ENVIRONMENT].encode("utf-8", "surrogateescape"), ENVIRONMENT))
+            with _settings_errors(ENVIRONMENT):
+                return cls(_lines(os.environ[ENVIRONMENT].encode("utf-8", "surrogateescape"), ENVIRONMENT))
         return cls()
 
     @property
@@ -156,28 +159,55 @@ class Secrets:
 
     def _reread(self, file: Path) -> None:
         try:
-            found = tuple(_read_file(file))
-            if found == self._read:
-                return
-            self._current, self._read = _derive(found), found
-        except (SettingsError, OSError) as error:  # OSError: of the temporary file for a certificate
+            with _settings_errors(_name(file)):
+                data, changed_at = _read_file(file)
+                if 0 <= time.time() - changed_at < _REREAD_SECONDS:
+                    return  # its writer may not have finished
+                found = tuple(_lines(data, _name(file)))
+                current = self._current if found == self._read else _derive(found)
+        except SettingsError as error:
             if not self._unusable:
                 logger.warning("kvhma: %s; the secrets stay as they were", error)
             self._unusable = True
-        else:
-            self._unusable = False
+            return
+        self._unusable = False
+        if found != self._read:
+            self._current, self._read = current, found
             logger.info("kvhma: %d secrets read from %s", len(found), file)
 
 
-def _read_file(file: Path) -> list[bytes]:
+def _name(file: Path) -> str:
+    return f"secret_file {str(file)!r}"
+
+
+@contextlib.contextmanager
+def _settings_errors(source: str) -> Iterator[None]:
+    """Raise every error as one that names the setting: no memory, no descriptor, a failure of OpenSSL."""
     try:
-        with file.open("rb") as opened:
+        yield
+    except SettingsError:
+        raise
+    except Exception as error:
+        raise SettingsError(f"{source} cannot be used: {type(error).__name__}: {error}") from error
+
+
+def _read_file(file: Path) -> tuple[bytes, float]:
+    """Return the content, and when it last changed."""
+    try:
+        with open(file, "rb", opener=_open_at_once) as opened:
+            if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+                raise SettingsError(f"{_name(file)} is not a regular file")
             data = opened.read(_MAX_FILE_BYTES + 1)
+            changed_at = os.fstat(opened.fileno()).st_mtime
     except OSError as error:
-        raise SettingsError(f"secret_file {str(file)!r} cannot be read: {error.strerror}") from error
+        raise SettingsError(f"{_name(file)} cannot be read: {error.strerror}") from error
     if len(data) > _MAX_FILE_BYTES:
-        raise SettingsError(f"secret_file {str(file)!r} has more than {_MAX_FILE_BYTES} bytes")
-    return _lines(data, f"secret_file {str(file)!r}")
+        raise SettingsError(f"{_name(file)} has more than {_MAX_FILE_BYTES} bytes")
+    return data, changed_at
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # else opening a FIFO waits for its writer
 
 
 def _lines(data: bytes, source: str) -> list[bytes]:
@@ -247,14 +277,13 @@ def _context(protocol: int, credentials: Sequence[_Credential]) -> ssl.SSLContex
     encoding = serialization.Encoding
     accepted = b"".join(credential.certificate.public_bytes(encoding.PEM) for credential in credentials)
     context.load_verify_locations(cadata=accepted.decode("ascii"))
-    # The ssl module only reads private keys from files. So the file is encrypted with a password of this call.
-    password = random.token_bytes(24).hex().encode()
     private = credentials[0].private_key.private_bytes(
-        encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(password)
+        encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     presented = credentials[0].certificate.public_bytes(encoding.PEM)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "key.pem"
-        path.write_bytes(private + presented)
-        context.load_cert_chain(path, password=password)
+    # The ssl module only reads private keys from files. This file is memory: no disk has to have room, or gets the key.
+    with os.fdopen(os.memfd_create("kvhma-key"), "wb") as file:
+        file.write(private + presented)
+        file.flush()
+        context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
     return context
