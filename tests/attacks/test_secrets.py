@@ -548,6 +548,43 @@ def test_a_file_that_changed_just_now_may_be_half_written(tmp_path, clock, caplo
     assert found.verify(b"x", A.sign(b"x"))
 
 
+def test_a_step_does_not_wait_for_new_keys(tmp_path, clock, monkeypatch):
+    file = tmp_path / "secret"
+    replace(file, b"a" * 32)
+    found = load(file)
+    begun, may_end, derive = threading.Event(), threading.Event(), wire_secrets._derive
+
+    def slow(secrets):
+        begun.set()
+        assert may_end.wait(HANG_SECONDS)
+        return derive(secrets)
+
+    monkeypatch.setattr(wire_secrets, "_derive", slow)
+    replace(file, b"b" * 32, b"a" * 32)
+    clock.pass_by()
+    listener = threading.Thread(target=found.refresh)
+    listener.start()
+    assert begun.wait(HANG_SECONDS)
+    assert found.sign(b"x") == A.sign(b"x")
+    assert not found.verify(b"x", B.sign(b"x"))
+    may_end.set()
+    listener.join()
+    assert found.sign(b"x") == B.sign(b"x")
+
+
+def test_a_listener_without_connections_reads_its_file(tmp_path, monkeypatch):
+    # An engine's step signs with what the listener's thread has read.
+    monkeypatch.setattr(wire_secrets, "_REREAD_SECONDS", 0.02)
+    monkeypatch.setattr(wire_secrets, "_STEP_PATIENCE", float("inf"))
+    monkeypatch.setattr(connections, "_SWEEP_SECONDS", 0.02)
+    file = tmp_path / "secret"
+    write(file, b"a" * 32)
+    found = load(file)
+    with listening(secrets=found):
+        write(file, b"b" * 32)
+        until(lambda: found.sign(b"x") == B.sign(b"x"))
+
+
 def test_a_secret_may_have_any_bytes(tmp_path, clock):
     file = tmp_path / "secret"
     replace(file, b"a" * 32)

@@ -241,7 +241,8 @@ class Connections:
         self._accepting = True
 
     def _sweep(self) -> None:
-        """Close the connections that are past their deadline."""
+        """Close the connections that are past their deadline, and look for new secrets."""
+        self._secrets.refresh()
         self._swept = now = time.monotonic()
         for connection in list(self._waits_for):
             if connection.deadline < now:

@@ -42,6 +42,9 @@ _DIGEST_BYTES = 16
 _REREAD_SECONDS = 1.0
 """How often the file is checked for changes."""
 
+_STEP_PATIENCE = 5
+"""How many times as long a step of the engine leaves that to the listener's thread: new keys take 50 ms a secret."""
+
 
 class SecretSettings(Protocol):
     """Settings that may name a file."""
@@ -141,20 +144,33 @@ class Secrets:
 
     def sign(self, data: bytes) -> bytes:
         """Return a digest of 16 bytes. With a secret, only engines that have it can make this digest."""
-        credentials = self._now().credentials
+        credentials = self._now(in_step=True).credentials
         return _digest(data, credentials[0].sign_key if credentials else b"")
 
     def verify(self, data: bytes, digest: bytes) -> bool:
         """Return whether a digest was made by :meth:`sign` with any of the secrets."""
-        keys = [credential.sign_key for credential in self._now().credentials] or [b""]
+        keys = [credential.sign_key for credential in self._now(in_step=True).credentials] or [b""]
         return any(hmac.compare_digest(_digest(data, key), digest) for key in keys)
 
-    def _now(self) -> _Current:
-        if self._file is not None and time.monotonic() - self._read_at > _REREAD_SECONDS:
-            with self._lock:
-                if time.monotonic() - self._read_at > _REREAD_SECONDS:
-                    self._reread(self._file)
+    def refresh(self) -> None:
+        """Read the file again if it may have changed. The listener's thread calls this at least every second."""
+        self._now()
+
+    def _now(self, *, in_step: bool = False) -> _Current:
+        """Return the secrets. A step of the engine does not wait while another thread makes keys."""
+        patience = _REREAD_SECONDS * (_STEP_PATIENCE if in_step else 1)
+        file = self._file
+        if (
+            file is not None
+            and time.monotonic() - self._read_at > patience
+            and self._lock.acquire(blocking=not in_step)
+        ):
+            try:
+                if time.monotonic() - self._read_at > patience:
+                    self._reread(file)
                     self._read_at = time.monotonic()
+            finally:
+                self._lock.release()
         return self._current
 
     def _reread(self, file: Path) -> None:
