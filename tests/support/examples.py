@@ -42,8 +42,7 @@ def unit_command(unit: Path, folder: Path) -> list[str]:
     own = (
         word.split("=", 1) for found in re.findall(r"^Environment=(.*)$", text, re.MULTILINE) for word in found.split()
     )
-    environment = {name: value.replace("%d", "/run/credentials") for name, value in own}
-    return script_command(Path(words[0]).name, folder, **(GIVEN | environment))
+    return script_command(Path(words[0]).name, folder, **(GIVEN | dict(own)))
 
 
 def compose_services() -> dict[str, Any]:

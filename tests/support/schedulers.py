@@ -60,7 +60,8 @@ def scheduler(
         transfer_groups=tuple(range(len(geometry.groups))),
         may_wait=may_wait,
     )
-    made = KvhmaScheduler(Settings(kv_lease_duration=lease, handshake_timeout=0.5, **more), Secrets(secrets), facts)
+    settings = Settings(kv_lease_duration=lease, handshake_timeout=0.5, **more)
+    made = KvhmaScheduler(settings, secrets if isinstance(secrets, Secrets) else Secrets(secrets), facts)
     made.context.manager = manager()
     hello = encode_handshake(b"x", geometry, name="a", incarnation=1)
     made.serve({(0, 0): LocalWorkerIdentity(hello, private_key=bytes(32))})

@@ -35,7 +35,7 @@ def verify_unit(text, folder, name):
 KEYS = {
     "Unit": {"Description", "Wants", "After"},
     "Service": {
-        *("User", "Group", "DynamicUser", "EnvironmentFile", "Environment", "LoadCredential", "ExecStart", "Restart"),
+        *("User", "Group", "DynamicUser", "EnvironmentFile", "Environment", "ExecStart", "Restart"),
         *("RestartSec", "TimeoutStartSec", "TimeoutStopSec", "LimitMEMLOCK", "LimitNOFILE", "NoNewPrivileges"),
         *("ProtectSystem", "ProtectHome"),
     },
