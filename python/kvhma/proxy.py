@@ -132,7 +132,7 @@ class Metrics:
         else:
             self.prompts.labels(engine, "computed").inc()
             logger.warning(
-                "request %s: no cache was transferred: decode engine %s computed all %d tokens of the prompt; see "
+                "request %r: no cache was transferred: decode engine %s computed all %d tokens of the prompt; see "
                 "its log, and its metrics vllm:kvhma_failed_loads and vllm:kvhma_local_prefills",
                 request_id,
                 engine,

@@ -20,6 +20,7 @@ from kvhma._kvhma import ids_to_text
 from kvhma.vllm.device.slots import SlotRanges
 from support.cache.engine import Engine, EngineShape
 from support.cache.labels import GroupShape
+from support.schedulers import blocks
 from support.waiting import until
 
 REMOTE = {"do_remote_decode": True}
@@ -44,6 +45,29 @@ def test_a_prompt_of_tokens_and_embeddings_stays_in_step():
         assert len(told.prompt_is_token_ids) == asked.num_prompt_tokens == 9
     finally:
         p.close()
+
+
+@pytest.mark.parametrize(
+    "change", [{"kvhma": None}, {"remote_host": "a\nb"}, {"tp_size": "\x1b[2J"}, "no dictionary\n"]
+)
+def test_a_client_cannot_forge_lines_of_the_log(change, caplog):
+    """A client chooses the id of its request, and with a lax proxy the parameters."""
+    name = "r\nERROR 01-01 00:00:00 [core.py:1] \x1b[31mforged"
+    p, d = scheduler(), scheduler()
+    try:
+        prefilled = request(name, params=dict(REMOTE))
+        p.on_request_added(prefilled)
+        params = p.on_request_finished(prefilled, tables(p))
+        asked = request(name, params=params | change if isinstance(change, dict) else change)
+        d.on_request_added(asked)
+        assert d.matched_tokens(asked, 0) == (1, True)
+        d.on_blocks_allocated(asked, blocks(d), 1)
+        lines = [record.getMessage() for record in caplog.records]
+        assert any("forged" in line for line in lines)
+        assert all(line.isprintable() for line in lines)
+    finally:
+        p.close()
+        d.close()
 
 
 def staged_request(tokens=40):

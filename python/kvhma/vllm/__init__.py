@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvhma.vllm.wire import peer_log  # noqa: F401 - it protects the log before any module writes to it
+
 if TYPE_CHECKING:
     from kvhma.vllm.connector import KvhmaConnector
 

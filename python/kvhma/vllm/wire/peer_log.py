@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log lines that other engines or unknown peers cause: only a few of each kind."""
+"""What protects the log: texts of clients and peers are one line, and peers can cause only a few lines of each kind."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+import traceback
+from numbers import Number
+
+from kvhma.text import one_line
 
 _BURST = 10
 """Lines of a kind that may follow each other at once, ..."""
@@ -15,8 +19,38 @@ _SECONDS = 6.0
 
 _MAX_KINDS = 1024
 
+_MAX_TRACEBACK_LINES = 200
 
-class _Sparing(logging.Filter):
+
+class _Plain:
+    """A value whose text is one line and bounded. The text is made when the record is written."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __str__(self) -> str:
+        return one_line(str(self._value))
+
+    def __repr__(self) -> str:
+        return one_line(repr(self._value))
+
+
+class _OneLine(logging.Filter):
+    """Makes every value in a record plain, also those of this engine: clients choose the ids of requests."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return that the record is written."""
+        args = record.args or ()
+        args = args if isinstance(args, tuple) else (args,)  # logging unpacks a single dictionary
+        record.args = tuple(arg if isinstance(arg, Number) else _Plain(arg) for arg in args)
+        if record.exc_info and not record.exc_text:
+            # Each line begins with a mark, so no text of an error looks like a line of the log.
+            lines = "".join(traceback.format_exception(*record.exc_info)).splitlines()[:_MAX_TRACEBACK_LINES]
+            record.exc_text = "\n".join(f"| {one_line(line)}" for line in lines)
+        return True
+
+
+class _Sparing(_OneLine):
     """Lets a few records of each kind pass. A kind is the text of a line without its arguments."""
 
     def __init__(self) -> None:
@@ -37,10 +71,11 @@ class _Sparing(logging.Filter):
             self._kinds[kind] = (room - 1, now, 0) if passes else (room, now, missing + 1)
         if passes and missing:
             record.msg = f"{kind} (and {missing} like it)"
-        return passes
+        return passes and super().filter(record)
 
 
 logger = logging.getLogger("vllm.kvhma.peers")
 """For every line that a peer can cause. The text has to be constant; pass values as arguments."""
 
 logger.addFilter(_Sparing())
+logging.getLogger("vllm.kvhma").addFilter(_OneLine())
