@@ -4,6 +4,8 @@ engine."""
 
 from __future__ import annotations
 
+import resource
+import signal
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,6 +101,28 @@ def test_what_cannot_be_written_harms_nobody(
     assert written(tmp_path) == []
     if what in ("a file", "a full disk"):
         until(lambda: "did not save failed load cmpl-1" in caplog.text)
+
+
+@pytest.mark.parametrize("name", ["write", "rename"])
+def test_a_disk_that_gets_full_keeps_no_part_of_a_case(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Formerly each load that failed left another file on the full disk."""
+    if name == "rename":
+        monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        if name == "write":  # the system writes a part of the file, and then refuses
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        folder = CaseFolder(str(tmp_path))
+        folder.save_failed_load(a_load(), plan(LOCAL, [REMOTE]), SPANS)
+        folder.wait(10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert list(tmp_path.iterdir()) == []
+    assert "did not save failed load cmpl-1" in caplog.text
 
 
 def test_a_folder_is_a_path() -> None:

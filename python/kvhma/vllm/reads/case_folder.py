@@ -82,10 +82,13 @@ def _write(path: Path, load: ReadCommand, plan: Plan, local_spans: Sequence[Span
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_suffix(".part")
-        # Only for the owner: it has addresses of both engines' memory.
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(data)
-        beside.rename(path)
+        try:
+            # Only for the owner: it has addresses of both engines' memory.
+            with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(data)
+            beside.rename(path)
+        finally:  # on a full disk it would stay, and take the room that is left
+            beside.unlink(missing_ok=True)
         logger.warning("kvhma: saved failed load %s as a case file: %s", load.request_id, path)
     except OSError as error:
         logger.warning("kvhma: did not save failed load %s as a case file: %s", load.request_id, error)
