@@ -416,11 +416,12 @@ def _warn_of_open_access(settings: Settings, secrets: Secrets, side_channel: Add
             "kvhma: requests may be loaded from any engine that their parameters name; allowed_prefill_engines can "
             "restrict this"
         )
-    if not secrets.enabled and not is_loopback(side_channel.host):
+    if not secrets.enabled:
         logger.warning(
-            "kvhma: the side channel at %s is open: any peer that reaches it can read and write the workers' memory. "
+            "kvhma: the side channel at %s is open: any %s can read and write the workers' memory. "
             "Set secret_file or KVHMA_SECRET, or let only engines reach it",
             side_channel,
+            "process of this host" if is_loopback(side_channel.host) else "peer that reaches it",
         )
     if settings.secret_file is not None and Path(settings.secret_file).stat().st_mode & 0o007:
         logger.warning(
