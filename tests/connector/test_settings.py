@@ -207,3 +207,11 @@ def test_an_empty_text_is_none() -> None:
 
 def test_null_is_the_default() -> None:
     assert Settings.read(dict.fromkeys(rows())) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("given", "memory", "nbytes"),
+    [({}, "DRAM", 0), ({}, "VRAM", 1 << 20), ({"permute_bytes": 7}, "DRAM", 7), ({"permute_bytes": 0}, "VRAM", 0)],
+)
+def test_only_a_device_permutes(given, memory, nbytes):
+    assert Settings.read(given).bytes_to_permute(memory) == nbytes

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from kvhma.errors import SettingsError
+from kvhma.geometry import Memory
 from kvhma.nixl.library import MAX_PROGRESS_DELAY_US, PROGRESS_DELAY_US, READER_PROGRESS_DELAY_US
+from kvhma.permute import DEVICE_PERMUTE_BYTES
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, DEFAULT_MAX_DESCRIPTORS
 from kvhma.vllm.config.allow_list import AllowedEngines
 from kvhma.vllm.wire.params import Address
@@ -219,11 +221,12 @@ class Settings:
         "([what they cost, and who needs more](descriptors.md#how-many-there-can-be))",
         shown="4194304",
     )
-    permute_bytes: int = _row(
-        0,
+    permute_bytes: int | None = _row(
+        None,
         _BYTES,
         "on D, if P's blocks are shorter than its own: bytes that D may permute to save a descriptor "
         "([when it is worth it](tuning.md#descriptors))",
+        shown="1048576 on a device, else 0",
     )
     backends: tuple[str, ...] = _row(
         ("UCX",), Kind("a list of names", _names), "NIXL's transports, in order of preference", shown='`["UCX"]`'
@@ -340,6 +343,16 @@ class Settings:
         if self.progress_delay_us is not None:
             return self.progress_delay_us
         return READER_PROGRESS_DELAY_US if copies else PROGRESS_DELAY_US
+
+    def bytes_to_permute(self, memory: Memory) -> int:
+        """Return how many bytes D may permute to save one descriptor; with 0 it permutes nothing.
+
+        Args:
+            memory: that D reads into.
+        """
+        if self.permute_bytes is not None:
+            return self.permute_bytes
+        return 0 if memory == "DRAM" else DEVICE_PERMUTE_BYTES
 
     def allows(self, address: Address) -> bool:
         """Return whether a request may be loaded from the engine at an address. It does not look up names.
