@@ -15,6 +15,7 @@ import kvhma
 from kvhma.errors import SettingsError
 from kvhma.versions import VLLM
 from kvhma.vllm import KvhmaConnector
+from kvhma.vllm import connector as connector_module
 from support.cache.engine import own_config_of
 
 
@@ -94,6 +95,32 @@ def test_the_log_says_in_one_line_which_settings_of_upstream_change_nothing(log)
     assert "enforce_handshake_compat (what cannot be read right" in line
     assert "push_registration_timeout (nothing is pushed" in line
     assert "own connector" not in log(enforce_handshake_compat=True)
+
+
+@pytest.mark.parametrize(
+    ("host", "on_host", "given", "prewarmed"),
+    [
+        ("localhost", True, {}, True),
+        ("10.0.0.1", True, {}, False),
+        ("localhost", False, {}, False),
+        ("10.0.0.1", False, {"prewarm": True}, True),
+        ("localhost", True, {"prewarm": False}, False),
+    ],
+)
+def test_engines_of_one_host_prewarm_their_transport(monkeypatch, host, on_host, given, prewarmed):
+    calls = []
+
+    class Agent:
+        def __init__(self, *of, **more):
+            pass
+
+        def prewarm_transport(self):
+            calls.append("prewarm")
+
+    monkeypatch.setattr(connector_module, "Agent", Agent)
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    connector(KVConnectorRole.WORKER, side_channel_host=host, **given)._agent("p", b"key", on_host=on_host)
+    assert calls == ["prewarm"] * prewarmed
 
 
 def test_the_log_says_that_answers_do_not_go_through_host_memory(log):

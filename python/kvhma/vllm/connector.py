@@ -209,8 +209,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         parallel = config.parallel_config
         private_key, public_key = new_agent_key()
         name = f"kvhma-{self._engine_id[:64]}-{parallel.rank}"
-        copies = self._memory.device.is_host and self._kv_transfer_config.is_kv_consumer
-        agent = self._agent(name, public_key, copies=copies)
+        agent = self._agent(name, public_key, on_host=self._memory.device.is_host)
         if self._memory.scratch is not None:
             agent.register_scratch(self._memory.scratch)
         agent.register(geometry)
@@ -275,15 +274,16 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         staging = StagingPool(geometry, caches, staging_slots(config, layout, self._settings))
         return staging.geometry, staging
 
-    def _agent(self, name: str, public_key: bytes, *, copies: bool) -> Agent:
+    def _agent(self, name: str, public_key: bytes, *, on_host: bool) -> Agent:
         settings = self._settings
-        choose_devices(settings, advertised_of(self._vllm_config, settings).host)
-        delay = settings.progress_delay(copies=copies)
+        advertised = advertised_of(self._vllm_config, settings).host
+        choose_devices(settings, advertised)
+        delay = settings.progress_delay(copies=on_host and self._kv_transfer_config.is_kv_consumer)
         options = AgentOptions(settings.backends, settings.num_threads, delay, package=nixl_package())
         before = listening_sockets()
         agent = Agent(f"{name}-{key_hash(public_key)}", options, public_key=public_key)
         warn_of_open_ports(listening_sockets() - before)
-        if self._settings.prewarm:
+        if settings.prewarms(on_host=on_host, loopback=is_loopback(advertised)):
             try:
                 agent.prewarm_transport()
             except KvhmaError as error:

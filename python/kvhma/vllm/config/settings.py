@@ -239,8 +239,11 @@ class Settings:
         "a whole core ([why](nixl.md#the-progress-thread))",
         shown="100000 for readers with caches in host memory, else 1000",
     )
-    prewarm: bool = _row(
-        False, _FLAG, "whether a worker prewarms its transport when it starts ([below](#engines-that-share-a-host))"
+    prewarm: bool | None = _row(
+        None,
+        _FLAG,
+        "whether a worker prewarms its transport when it starts ([below](#engines-that-share-a-host))",
+        shown="if its caches are in host memory and its engine advertises a loopback address",
     )
     switch_interval_us: int | None = _row(
         None,
@@ -353,6 +356,17 @@ class Settings:
         if self.permute_bytes is not None:
             return self.permute_bytes
         return 0 if memory == "DRAM" else DEVICE_PERMUTE_BYTES
+
+    def prewarms(self, *, on_host: bool, loopback: bool) -> bool:
+        """Return whether a worker prewarms its transport. It costs a quarter of a second at the start.
+
+        Only connections to peers of the same host gain, and only for host memory was it measured.
+
+        Args:
+            on_host: whether the caches are in host memory.
+            loopback: whether the engine advertises a loopback address, so that all its peers are on this host.
+        """
+        return on_host and loopback if self.prewarm is None else self.prewarm
 
     def allows(self, address: Address) -> bool:
         """Return whether a request may be loaded from the engine at an address. It does not look up names.
