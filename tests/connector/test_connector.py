@@ -97,6 +97,15 @@ def test_the_log_says_in_one_line_which_settings_of_upstream_change_nothing(log)
     assert "own connector" not in log(enforce_handshake_compat=True)
 
 
+def test_the_log_says_in_one_line_which_settings_the_next_release_ignores(log):
+    said = log(load_retries=0, host_staged=True)
+    (line,) = [line for line in said.splitlines() if "deprecated" in line]
+    assert line.startswith("WARNING")
+    assert "which the next release ignores: load_retries (D retries a load once" in line
+    assert "host_staged (blocks go through host memory if vLLM's kv_buffer_device is cpu" in line
+    assert "deprecated" not in log(kv_lease_duration=20)
+
+
 @pytest.mark.parametrize(
     ("host", "on_host", "given", "prewarmed"),
     [

@@ -432,7 +432,9 @@ def test_caches_that_cannot_be_summed_are_refused_at_start() -> None:
         tuple(Region(region.base, region.bytes, "VRAM") for region in one.regions), one.groups, one.layers
     )
     check_digests(Settings(), device, 1)
-    with pytest.raises(SettingsError, match=r"content_digests is 1.0, expected off.*VRAM.*host memory.*host_staged"):
+    with pytest.raises(
+        SettingsError, match=r"content_digests is 1.0, expected off.*VRAM.*host memory.*kv_buffer_device"
+    ):
         check_digests(Settings(content_digests=1.0), device, 1)
     uneven = Geometry(one.regions, one.groups, one.layers, 1, 3)
     check_digests(Settings(), uneven, 1)

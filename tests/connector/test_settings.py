@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from kvhma.errors import SettingsError
-from kvhma.vllm.config.settings import Settings, rows
+from kvhma.vllm.config.settings import Settings, deprecated_rows, rows
 from kvhma.vllm.wire.params import Address
 from support.programs import program
 
@@ -23,12 +23,10 @@ def test_the_progress_thread_sleeps_longer_where_the_reader_copies(given, copies
 
 
 def test_given():
-    found = Settings.read({"kv_lease_duration": 5, "backends": ["UCX", "GDS"], "host_staged": True, "num_threads": 4})
+    found = Settings.read({"kv_lease_duration": 5, "backends": ["UCX", "GDS"], "num_threads": 4})
     assert found.num_threads == 4
-    assert Settings.read({"prewarm": True, "switch_interval_us": 500}) == Settings(prewarm=True, switch_interval_us=500)
     assert found.kv_lease_duration == 5.0
     assert found.backends == ("UCX", "GDS")
-    assert found.host_staged is True
 
 
 @pytest.mark.parametrize("host", ["p", "p-0.example.", "10.0.0.7", "2001:db8::7", "fe80::1%eth0", "::1", "_p"])
@@ -206,7 +204,39 @@ def test_an_empty_text_is_none() -> None:
 
 
 def test_null_is_the_default() -> None:
-    assert Settings.read(dict.fromkeys(rows())) == Settings()
+    assert Settings.read(dict.fromkeys(rows() | deprecated_rows())) == Settings()
+
+
+DEPRECATED = {
+    "load_retries": 0,
+    "max_followed_share": 0.25,
+    "piece_tokens": 16,
+    "descriptor_bytes": 0,
+    "max_descriptors": 31,
+    "permute_bytes": 1 << 30,
+    "progress_delay_us": 0,
+    "prewarm": True,
+    "switch_interval_us": 500,
+    "host_staged": True,
+}
+
+
+def test_deprecated_settings_have_effect_and_are_named() -> None:
+    found = Settings.read(DEPRECATED | {"kv_lease_duration": 20})
+    assert {name: getattr(found, name) for name in DEPRECATED} == DEPRECATED
+    decided = [f"{name} ({row.decided})" for name, row in deprecated_rows().items()]
+    assert list(found.deprecated) == decided
+    assert Settings.read({"kv_lease_duration": 20}).deprecated == ()
+
+
+def test_the_table_of_settings_stays_short() -> None:
+    """The engine decides what it can decide by itself; a constant has a reason instead of a setting."""
+    assert deprecated_rows().keys() == DEPRECATED.keys()
+    assert len(rows()) <= 24
+    assert not rows().keys() & DEPRECATED.keys()
+    with pytest.raises(SettingsError, match="known are") as refused:
+        Settings.read({"leese": 1})
+    assert not [name for name in DEPRECATED if f"'{name}'" in str(refused.value)]
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ STEPS = (
         "through the host",
         order.staging,
         (
-            Claim("docs/vllm.md", "`host_staged` moves blocks right"),
+            Claim("docs/vllm.md", "blocks that go through host memory are right"),
             Claim("docs/vllm.md", "how quickly it does", is_asserted=False),
         ),
     ),

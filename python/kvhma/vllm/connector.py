@@ -397,13 +397,18 @@ def _make_board(agent: Agent) -> LeaseBoard | None:
 
 
 def _warn_of_unusual(settings: Settings) -> None:
-    """Log, once for each engine, an untested version of vLLM and settings without effect."""
+    """Log, once for each engine, an untested version of vLLM, deprecated settings, and settings without effect."""
     if is_newer_than_tested(vllm.__version__):
         logger.warning(
             "kvhma: vLLM %s was not tested with kvhma %s; the newest tested version is %s",
             vllm.__version__,
             kvhma_version,
             VLLM[-1],
+        )
+    if settings.deprecated:
+        logger.warning(
+            "kvhma: deprecated settings, which the next release ignores: %s. Remove them",
+            "; ".join(settings.deprecated),
         )
     if settings.ignored:
         logger.warning("kvhma: settings of vLLM's own connector without effect here: %s", "; ".join(settings.ignored))

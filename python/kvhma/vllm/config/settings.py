@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from kvhma.errors import SettingsError
 from kvhma.geometry import Memory
@@ -44,10 +44,31 @@ class Row(NamedTuple):
     meaning: str
 
 
+class DeprecatedRow(NamedTuple):
+    """A setting that has effect in this release for the last time.
+
+    Attributes:
+        kind: its values.
+        decided: what holds without it, and from the next release on with it.
+        reasons: a link to the reasons, as the page has it.
+    """
+
+    kind: Kind
+    decided: str
+    reasons: str
+
+
+_AnyRow = TypeVar("_AnyRow", Row, DeprecatedRow)
+
+
 def _row(default: Any, kind: Kind, meaning: str, shown: str | None = None) -> Any:
     if shown is None:
         shown = str(default).lower() if isinstance(default, bool) else "" if default is None else f"{default:g}"
     return field(default=default, metadata={"row": Row(kind, shown, meaning)})
+
+
+def _deprecated(default: Any, kind: Kind, decided: str, reasons: str) -> Any:
+    return field(default=default, metadata={"row": DeprecatedRow(kind, decided, reasons)})
 
 
 def _number(kind: type[int] | type[float], low: float, high: float) -> Kind:
@@ -129,9 +150,10 @@ _HOST = r"[A-Za-z0-9_][\w.-]{0,511}|[0-9A-Fa-f]{0,4}(:[0-9A-Fa-f.]{0,15}){2,8}(%
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of one engine. Each field has its `Row`; the page's table is made of them by ``tools/settings.py``.
+    """Settings of one engine. Each field has its `Row`; the page's tables are made of them by ``tools/settings.py``.
 
     Attributes:
+        deprecated: deprecated settings that were given and still have effect, each with what holds in the next release.
         ignored: settings of vLLM's own connector that were given and have no effect here, each with the reason.
     """
 
@@ -141,7 +163,6 @@ class Settings:
         _number(float, 0.1, 600),
         "seconds for each reply of another engine; all replies of a handshake together have four times that",
     )
-    load_retries: int = _row(1, _number(int, 0, 100), "retries after a transient error, with policy `recompute`")
     prefill_engines: tuple[Address, ...] = _row(
         (),
         _texts("a list of host:port", _address),
@@ -187,12 +208,6 @@ class Settings:
     )
     kv_recompute_threshold: int = _row(64, _COUNT, "a P that lacks fewer tokens of an answer computes them")
     decoder_kv_blocks_ttl: float = _row(480.0, _SECONDS, "longest time in seconds that D holds an answer")
-    max_followed_share: float = _row(
-        0.5,
-        _number(float, 0, 1),
-        "on D, the share of its blocks that requests may hold [while P computes them](following.md)",
-    )
-    piece_tokens: int = _row(512, _number(int, 1, 1 << 31), "minimum number of tokens in a piece of such a request")
     max_peers: int = _row(
         256,
         _number(int, 1, 4096),
@@ -208,50 +223,10 @@ class Settings:
         "set: after an hour, and only if the engine does not answer any more "
         "([why](#engines-that-are-not-used))",
     )
-    descriptor_bytes: int = _row(
-        DEFAULT_DESCRIPTOR_BYTES,
-        _BYTES,
-        "bytes that a partial last block may move to save a descriptor",
-        shown="131072",
-    )
-    max_descriptors: int = _row(
-        DEFAULT_MAX_DESCRIPTORS,
-        _number(int, 1, 1 << 40),
-        "descriptors that a request may have on one rank of D; a load with more fails before D makes them "
-        "([what they cost, and who needs more](descriptors.md#how-many-there-can-be))",
-        shown="4194304",
-    )
-    permute_bytes: int | None = _row(
-        None,
-        _BYTES,
-        "on D, if P's blocks are shorter than its own: bytes that D may permute to save a descriptor "
-        "([when it is worth it](tuning.md#descriptors))",
-        shown="1048576 on a device, else 0",
-    )
     backends: tuple[str, ...] = _row(
         ("UCX",), Kind("a list of names", _names), "NIXL's transports, in order of preference", shown='`["UCX"]`'
     )
     num_threads: int = _row(0, _number(int, 0, 256), "transport threads of NIXL")
-    progress_delay_us: int | None = _row(
-        None,
-        _number(int, 0, MAX_PROGRESS_DELAY_US),
-        "how long NIXL's progress thread sleeps while no event wakes it; 0 polls without a pause and uses "
-        "a whole core ([why](nixl.md#the-progress-thread))",
-        shown="100000 for readers with caches in host memory, else 1000",
-    )
-    prewarm: bool | None = _row(
-        None,
-        _FLAG,
-        "whether a worker prewarms its transport when it starts ([below](#engines-that-share-a-host))",
-        shown="if its caches are in host memory and its engine advertises a loopback address",
-    )
-    switch_interval_us: int | None = _row(
-        None,
-        _number(int, 10, 1_000_000),
-        "Python's [switch interval](https://docs.python.org/3/library/sys.html#sys.setswitchinterval) in "
-        "the engine's processes. Not set, it stays as it is (5,000 in CPython), except that a worker sets "
-        "100 while its thread starts loads",
-    )
     side_channel_host: str | None = _row(
         None, _STRING, "where the scheduler listens", shown="`VLLM_NIXL_SIDE_CHANNEL_HOST`"
     )
@@ -276,9 +251,6 @@ class Settings:
         "the operator's name for the model, if P and D have it under different paths. If both sides set "
         "it, they compare it instead of path and revision, and compare adapters by name",
     )
-    host_staged: bool | None = _row(
-        None, _FLAG, "copy through host memory", shown="if `kv_buffer_device` is `cpu` and the caches are not"
-    )
     mm_items: str = _row(
         "compare",
         _text("compare|trust_prefill", "compare or trust_prefill"),
@@ -292,7 +264,7 @@ class Settings:
     staging_blocks: int | None = _row(
         None,
         _number(int, 1, 1 << 31),
-        "with `host_staged`, the number of blocks in host memory, for each role",
+        'with `kv_buffer_device: "cpu"` on a device, the number of blocks in host memory, for each role',
         shown="a quarter of the engine's, at least those of the longest request",
     )
     content_digests: float = _row(
@@ -302,6 +274,68 @@ class Settings:
         'compares its loads with the sums, unless its setting is `"off"` ([digests](digests.md))',
         shown='`"off"`',
     )
+    load_retries: int = _deprecated(
+        1,
+        _number(int, 0, 100),
+        "D retries a load once after a transient error, with policy recompute",
+        "#when-something-goes-wrong",
+    )
+    max_followed_share: float = _deprecated(
+        0.5,
+        _number(float, 0, 1),
+        "requests may hold half of D's blocks while P computes them",
+        "following.md#what-the-engines-do",
+    )
+    piece_tokens: int = _deprecated(
+        512,
+        _number(int, 1, 1 << 31),
+        "while P computes a request, D reads pieces of at least 512 tokens",
+        "following.md#what-the-engines-do",
+    )
+    descriptor_bytes: int = _deprecated(
+        DEFAULT_DESCRIPTOR_BYTES,
+        _BYTES,
+        "a partial last block moves up to 131,072 more bytes to save a descriptor",
+        "tuning.md#descriptors",
+    )
+    max_descriptors: int = _deprecated(
+        DEFAULT_MAX_DESCRIPTORS,
+        _number(int, 1, 1 << 40),
+        "a load has at most 4,194,304 descriptors on a rank of D",
+        "descriptors.md#how-many-there-can-be",
+    )
+    permute_bytes: int | None = _deprecated(
+        None,
+        _BYTES,
+        "D reads P's shorter blocks whole and permutes them if its caches are on a device",
+        "tuning.md#descriptors",
+    )
+    progress_delay_us: int | None = _deprecated(
+        None,
+        _number(int, 0, MAX_PROGRESS_DELAY_US),
+        "NIXL's progress thread sleeps 100 ms on a reader with caches in host memory, else 1 ms",
+        "nixl.md#the-progress-thread",
+    )
+    prewarm: bool | None = _deprecated(
+        None,
+        _FLAG,
+        "a worker prewarms its transport if its caches are in host memory and its engine advertises a loopback address",
+        "#engines-that-share-a-host",
+    )
+    switch_interval_us: int | None = _deprecated(
+        None,
+        _number(int, 10, 1_000_000),
+        "Python's switch interval stays as it is, but is 0.1 ms while a worker's thread starts loads",
+        "#engines-that-share-a-host",
+    )
+    host_staged: bool | None = _deprecated(
+        None,
+        _FLAG,
+        "blocks go through host memory if vLLM's kv_buffer_device is cpu and the caches are on a device",
+        "#on-a-gpu",
+    )
+    deprecated: tuple[str, ...] = field(default=())
+    """Deprecated settings that were given, each with what holds in the next release, for the log."""
     ignored: tuple[str, ...] = field(default=())
     """Settings of upstream's connector without effect here, each with the reason, for the log."""
 
@@ -319,10 +353,11 @@ class Settings:
             SettingsError: an unknown setting, or a value of the wrong type or out of range. Settings that only
                 upstream's connector has are accepted with any value.
         """
-        known = rows()
+        deprecated = deprecated_rows()
+        known = rows() | deprecated
         unknown = set(extra) - known.keys() - _UPSTREAM.keys()
         if unknown:
-            raise SettingsError(f"kv_connector_extra_config: unknown {sorted(unknown)}, known are {sorted(known)}")
+            raise SettingsError(f"kv_connector_extra_config: unknown {sorted(unknown)}, known are {sorted(rows())}")
         given = {
             name: _read_value(name, row.kind, extra[name]) for name, row in known.items() if extra.get(name) is not None
         }
@@ -330,7 +365,8 @@ class Settings:
         if host is not None and Address(host, 0).is_wildcard:
             raise _wrong("advertised_host", host, "one address, which other engines reach")
         ignored = (f"{name} ({why})" for name, (off, why) in _UPSTREAM.items() if extra.get(name, off) != off)
-        return cls(**given, ignored=tuple(ignored))
+        last_time = (f"{name} ({deprecated[name].decided})" for name in given if name in deprecated)
+        return cls(**given, deprecated=tuple(last_time), ignored=tuple(ignored))
 
     @property
     def trusts_items(self) -> bool:
@@ -389,8 +425,18 @@ _UPSTREAM: dict[str, tuple[Any, str]] = {
 
 
 def rows() -> dict[str, Row]:
-    """Return the settings by name, in the order of the page."""
-    return {item.name: item.metadata["row"] for item in fields(Settings) if "row" in item.metadata}
+    """Return the settings by name, in the order of the page, without the deprecated ones."""
+    return _rows(Row)
+
+
+def deprecated_rows() -> dict[str, DeprecatedRow]:
+    """Return the deprecated settings by name, in the order of the page."""
+    return _rows(DeprecatedRow)
+
+
+def _rows(kind: type[_AnyRow]) -> dict[str, _AnyRow]:
+    found = ((item.name, item.metadata.get("row")) for item in fields(Settings))
+    return {name: row for name, row in found if isinstance(row, kind)}
 
 
 def _read_value(name: str, kind: Kind, value: Any) -> Any:

@@ -265,7 +265,7 @@ class PrefillScheduler:
         if engine.drafted_state:
             why = "with speculative_config, and the recurrent state is then at another place, after the accepted drafts"
         else:
-            why = "and the recurrent state in host memory (kv_buffer_device, host_staged) is that of its prompt"
+            why = "and the recurrent state in host memory (kv_buffer_device) is that of its prompt"
         text = "kvhma: cannot hand off request %s: it decoded %d tokens %s; send max_tokens=1 to P"
         peer_log.logger.warning(text, request.request_id, decoded, why)
         return None

@@ -36,7 +36,7 @@ def check_digests(settings: Settings, geometry: Geometry, cp_tp_size: int) -> No
     if memories != {"DRAM"}:
         raise SettingsError(
             f"kv_connector_extra_config: content_digests is {settings.content_digests}, expected off: the caches are "
-            f"in {' and '.join(sorted(memories))}, and digests are made of host memory (DRAM) only; see host_staged"
+            f"in {' and '.join(sorted(memories))}, and digests need host memory (DRAM); see kv_buffer_device"
         )
     nothing = [Span(0, []) for _ in geometry.groups]
     content_digest(geometry, 1, nothing, 0, Counting(cp_tp_size=cp_tp_size))

@@ -48,7 +48,7 @@ class ReadState(enum.Enum):
 
     QUEUED = "the pump looks up P's engine"
     CONNECTING = "a handshake with P"
-    PLACING = "places to read into: the blocks themselves, or slots in host memory with `host_staged`"
+    PLACING = "places to read into: the blocks themselves, or slots in host memory with `kv_buffer_device`"
     ZEROING = "the device has zeroed what no transfer fills"
     POSTING = "the transport has all transfers"
     READING = "the transfers have ended"
