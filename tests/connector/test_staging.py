@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks that go through a bounded pool in host memory, on P and on D."""
 
+import contextlib
 import ctypes
-import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +17,6 @@ import kvhma
 from connector import test_geometry, test_on_device
 from connector.test_geometry import chunked, full, gdn, mamba2, mla, sliding, tables_of, worker
 from connector.test_memory import DEVICES
-from connector.test_worker import PAGE, PAGES, HeldRead, Prefill, load
 from kvhma.errors import RequestError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Span
 from kvhma.nixl import Agent
@@ -30,14 +29,7 @@ from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.device.slots import NO_SLOTS, SlotRanges, Slots
 from kvhma.vllm.device.staging import StagingPool
 from kvhma.vllm.metadata import StepMetadata
-from kvhma.vllm.peers.worker_context import WorkerContext
-from kvhma.vllm.wire.params import Address
-from kvhma.vllm.wire.secrets import Secrets
-from kvhma.vllm.worker import KvhmaWorker
-from support.engines.engine import free_port
-from support.flat import flat_geometry
-from support.identity import IDENTITY
-from support.waiting import until
+from support.workers import PAGE, PAGES, Decode, Prefill, hold_reads, threads_of
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -160,63 +152,24 @@ def test_slots_are_taken_and_given_back():
         slots.take_slots([Span(0, range(6))])
 
 
-class Decode:
-    """A worker whose caches are read into through four slots."""
-
-    def __init__(self):
-        self.caches = torch.zeros(PAGES * PAGE, dtype=torch.uint8)
-        self.pool = StagingPool(flat_geometry(self.caches.numpy()), {"layer.0": self.caches}, SlotRanges.of(2, 4))
-        agent = Agent(f"D{next(Prefill.numbers)}")
-        agent.register(self.pool.geometry)
-        settings = Settings.read({"handshake_timeout": 5})
-        context = WorkerContext(settings, Secrets(), "d", IDENTITY, self.pool.geometry, agent)
-        self.worker = KvhmaWorker(context, self.pool)
-
-    def ended(self, *names):
-        received, causes = set(), {}
-
-        def all_ended():
-            some, report = self.worker.collect(idle=True)
-            received.update(some)
-            causes.update({name: failure.cause for name, failure in report.failures.items()})
-            return received >= set(names)
-
-        until(all_ended)
-        return causes
-
-
 def test_loads_wait_for_slots_and_each_gets_its_own_bytes(monkeypatch):
-    p, d = Prefill(Address("127.0.0.1", free_port())), Decode()
-    go_on, read, posted = threading.Event(), Agent.read, []
-
-    def held_read(*args, **more):
-        posted.append(args)
-        return HeldRead(read(*args, **more), go_on)
-
-    try:
-        go_on.set()
-        d.worker.start_loads(StepMetadata([load("first", p.remote("first", [1]), [60])]))
-        assert d.ended("first") == {}
-        go_on.clear()
-        monkeypatch.setattr(Agent, "read", held_read)
-        moves = {f"r{at}": ([at, at + 20, at + 40], [3 * at, 3 * at + 1, 3 * at + 2]) for at in range(1, 7)}
-        loads = [load(name, p.remote(name, theirs), ours) for name, (theirs, ours) in moves.items()]
-        too_long = load("too long", p.remote("too long", [1, 2, 3, 4, 5]), [30, 31, 32, 33, 34])
-        d.worker.start_loads(StepMetadata([*loads, too_long]))
-        assert d.ended("too long") == {"too long": "request"}
+    moves = {f"r{at}": ([at, at + 20, at + 40], [3 * at, 3 * at + 1, 3 * at + 2]) for at in range(1, 7)}
+    with contextlib.closing(Prefill()) as p, contextlib.closing(Decode(slots=SlotRanges.of(2, 4))) as d:
+        d.reads(p, first=[60])
+        go_on = hold_reads(monkeypatch)
+        posted = threads_of(monkeypatch, Agent, "read")
+        loads = {name: (p.remote(name, theirs), ours) for name, (theirs, ours) in moves.items()}
+        d.start(**loads, too_long=(p.remote("too long", [1, 2, 3, 4, 5]), [30, 31, 32, 33, 34]))
+        assert d.ended("too_long") == {"too_long": "request"}
         assert len(posted) == 1, "four slots are enough for one of them"
         go_on.set()
         assert d.ended(*moves) == {}
-        theirs, ours = p.memory.reshape(PAGES, PAGE), d.caches.numpy().reshape(PAGES, PAGE)
-        expected = np.zeros_like(ours)
-        expected[60] = theirs[1]
-        for of_p, of_d in moves.values():
-            expected[of_d] = theirs[of_p]
-        assert np.array_equal(ours, expected)
-        assert sorted(d.pool._slots._free) == [3, 4, 5, 6]
-    finally:
-        d.worker.close()
-        p.close()
+        expected = np.zeros((PAGES, PAGE), np.uint8)
+        expected[60] = p.pages([60])
+        for theirs, ours in moves.values():
+            expected[ours] = p.pages(theirs)
+        assert np.array_equal(d.pages(list(range(PAGES))), expected)
+        d.reads(p, all_slots_are_free=[1, 2, 3, 4])
 
 
 def test_a_hand_off_through_the_pools_of_both_engines(monkeypatch):
