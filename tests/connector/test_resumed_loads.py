@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads that lose their connection to P: D keeps what it read, and reads the rest again only once P is back."""
 
+import contextlib
 import itertools
 
 import numpy as np
@@ -9,7 +10,6 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 pytest.importorskip("torch")
 
-from connector.test_worker import PAGE, PAGES, Decode, Prefill, load
 from kvhma import plan
 from kvhma.errors import PeerLostError, TransferError
 from kvhma.geometry import Span
@@ -17,10 +17,8 @@ from kvhma.nixl import Agent
 from kvhma.vllm.metadata import StepMetadata
 from kvhma.vllm.reads import read_parts, read_steps
 from kvhma.vllm.reads.read_parts import parts_of
-from kvhma.vllm.telemetry.stats import TransferStats
-from kvhma.vllm.wire.params import Address
-from support.engines.engine import free_port
 from support.waiting import until
+from support.workers import PAGE, PAGES, Decode, Prefill, counted, load
 
 BLOCKS = [9, 3, 30, 12, 21, 6]
 """Blocks of P, and of D in this order: no two of them are neighbours, so that each is a row."""
@@ -28,17 +26,15 @@ BLOCKS = [9, 3, 30, 12, 21, 6]
 
 @pytest.fixture
 def p():
-    made = Prefill(Address("127.0.0.1", free_port()))
-    yield made
-    made.close()
+    with contextlib.closing(Prefill()) as made:
+        yield made
 
 
 @pytest.fixture
 def d(monkeypatch):
     monkeypatch.setattr(read_parts, "PART_BYTES", PAGE)
-    made = Decode(max_descriptors=PAGES)
-    yield made
-    made.worker.close()
+    with contextlib.closing(Decode(max_descriptors=PAGES)) as made:
+        yield made
 
 
 class LostRead:
@@ -88,57 +84,44 @@ def reads(monkeypatch, d):
     return Reads(monkeypatch, d)
 
 
-def total(d: Decode) -> dict:
-    found = TransferStats()
-    until(lambda: found.aggregate(d.worker.take_stats() or TransferStats()).data.get("load_seconds"))
-    return found.data
-
-
 @pytest.mark.parametrize(
     ("lost", "handshakes"),
     [({2: PeerLostError("gone"), 4: PeerLostError("gone")}, 2), ({0: TransferError("NIXL reports ERR")}, 1)],
 )
 def test_only_what_was_lost_is_read_again(p, d, reads, lost, handshakes):
     reads.lost = lost
-    d.start(a=(p.remote("a", BLOCKS), BLOCKS))
-    assert d.ended("a") == {}
-    assert np.array_equal(d.pages(BLOCKS), p.memory.reshape(PAGES, PAGE)[BLOCKS])
+    d.reads(p, a=BLOCKS)
     first, again = reads.rows[: len(BLOCKS)], reads.rows[len(BLOCKS) :]
     assert sorted(first) == sorted((block, PAGE) for block in BLOCKS)
     assert again == [first[number] for number in lost]
-    data = total(d)
+    data = counted(d, "load_seconds", 1).data
     assert (data["resumed_loads"], data["reread_bytes"]) == (1, len(lost) * PAGE)
     assert data["handshakes"] == handshakes
 
 
 def test_a_connection_that_is_lost_each_time_ends_the_load(p, d, reads):
     reads.lost = dict.fromkeys(range(99), PeerLostError("gone again"))
-    d.start(a=(p.remote("a", BLOCKS), BLOCKS))
+    d.start(**p.loads(a=BLOCKS))
     assert d.ended("a") == {"a": "peer_lost"}
     assert len(reads.rows) <= 3 * len(BLOCKS)
     reads.lost = {}
-    d.start(b=(p.remote("b", BLOCKS), BLOCKS))
-    assert d.ended("b") == {}
+    d.reads(p, b=BLOCKS)
 
 
 @pytest.mark.parametrize("is_back", [False, True])
 def test_a_p_that_does_not_come_back_or_is_another_one(p, d, reads, is_back):
     """Its blocks are gone: D reads nothing of the new P, and the error names the first cause."""
-    d.start(before=(p.remote("before", [1]), [1]))
-    assert d.ended("before") == {}
+    d.reads(p, before=[1])
     reads.lost = {len(reads.rows) + 1: PeerLostError("cut off")}
-    remote = p.remote("a", BLOCKS)
+    loads = p.loads(a=BLOCKS)
     p.listener.close()
     if is_back:
         p.instance += 1
         p.listen()
-    d.worker.start_loads(StepMetadata([load("a", remote, BLOCKS)]))
-    received, failures = set(), {}
-    while not received:
-        received, report = d.worker.collect(idle=True)
-        failures |= report.failures
-    assert failures["a"].cause == "peer_lost"
-    assert "cut off; and reconnecting: " in failures["a"].text
+    d.start(**loads)
+    failure = until(lambda: d.worker.collect(idle=True)[1].failures)["a"]
+    assert failure.cause == "peer_lost"
+    assert "cut off; and reconnecting: " in failure.text
     assert len(reads.rows) == 1 + len(BLOCKS)
 
 
@@ -147,7 +130,7 @@ def test_caches_that_lie_elsewhere_after_the_new_handshake(p, d, reads, monkeypa
     reads.lost = {1: PeerLostError("cut off")}
     answers = iter((parts_of, lambda *of: parts_of(*of)[::-1]))
     monkeypatch.setattr(read_steps, "parts_of", lambda *of: next(answers)(*of))
-    d.start(a=(p.remote("a", BLOCKS), BLOCKS))
+    d.start(**p.loads(a=BLOCKS))
     assert d.ended("a") == {"a": "peer_lost"}
     assert len(reads.rows) == len(BLOCKS)
 
@@ -157,14 +140,7 @@ def test_a_piece_is_not_read_again(p, d, reads):
     reads.lost = {1: PeerLostError("cut off")}
     piece = load("a", p.remote("a", BLOCKS), BLOCKS)._replace(piece=1)
     d.worker.start_loads(StepMetadata([piece]))
-    lost: dict[str, str] = {}
-
-    def is_lost() -> bool:
-        lost.update(d.worker.collect(idle=True)[1].lost_pieces)
-        return bool(lost)
-
-    until(is_lost)
-    assert "cut off" in lost["a"]
+    assert "cut off" in until(lambda: d.worker.collect(idle=True)[1].lost_pieces)["a"]
     assert len(reads.rows) == len(BLOCKS)
 
 
