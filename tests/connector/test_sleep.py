@@ -4,6 +4,7 @@
 Both halves of the connector as vLLM makes them, real agents and a real listener; vLLM's calls are made by hand.
 """
 
+import contextlib
 import time
 from typing import Any
 
@@ -16,23 +17,23 @@ torch = pytest.importorskip("torch")
 
 import vllm
 from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from kvhma.errors import TransferError, UnsupportedPairError
-from kvhma.geometry import Span
 from kvhma.nixl import decode_handshake
 from kvhma.versions import series
 from kvhma.vllm import KvhmaConnector
 from kvhma.vllm.holds.held_blocks import hold_blocks
-from kvhma.vllm.metadata import ReadCommand, StepMetadata
+from kvhma.vllm.metadata import StepMetadata
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, random_id
 from support.cache.engine import own_config_of
 from support.engines.engine import free_port
 from support.schedulers import kept, manager
 from support.waiting import until
+from support.workers import DIGEST, load, params
 
 BLOCKS, TOKENS = 16, 32
-DIGEST = b"d" * 16
 ASKS = series(vllm.__version__) >= (0, 33)
 WORKER, SCHEDULER = base.KVConnectorRole.WORKER, base.KVConnectorRole.SCHEDULER
 
@@ -73,25 +74,13 @@ class Engine:
     def hold(self, name: str, blocks: list[int]) -> PrefillParams:
         """Parameters of a request whose blocks P holds."""
         key = LeaseKey(name, random_id())
-        pool = self.scheduler._scheduler.context.manager.block_pool
-        self.leases.hold(key, DIGEST, hold_blocks(pool, [blocks], 0))
-        return PrefillParams(
-            address=self.address,
-            engine_id=self.scheduler._engine_id,
-            incarnation_id=self.scheduler._scheduler.prefill._incarnation_id,
-            lease_key=key,
-            lease=30.0,
-            num_tokens=TOKENS * len(blocks),
-            prompt="0" * 32,
-            spans=(Span(0, blocks),),
-            tp_size=1,
-            digest=DIGEST,
-        )
+        scheduler = self.scheduler._scheduler
+        self.leases.hold(key, DIGEST, hold_blocks(scheduler.context.manager.block_pool, [blocks], 0))
+        found = params(self.address, key, blocks, instance=scheduler.prefill._incarnation_id)
+        return found._replace(engine_id=self.scheduler._engine_id, num_tokens=TOKENS * len(blocks))
 
-    def order(self, name: str, params: PrefillParams, blocks: list[int]) -> None:
-        tokens = TOKENS * len(blocks)
-        metadata = StepMetadata([ReadCommand(name, params, random_id(), tokens, 0, (Span(0, blocks),), None)])
-        self.worker.bind_connector_metadata(metadata)
+    def order(self, name: str, remote: PrefillParams, blocks: list[int]) -> None:
+        self.worker.bind_connector_metadata(StepMetadata([load(name, remote, blocks)]))
         self.worker.start_load_kv(None)
 
     def ended(self) -> str | None:
@@ -106,8 +95,8 @@ class Engine:
         (name,) = results.finished_recving
         return report.failures[name].cause if results.failed_recving else None
 
-    def load(self, name: str, params: PrefillParams, blocks: list[int]) -> str | None:
-        self.order(name, params, blocks)
+    def load(self, name: str, remote: PrefillParams, blocks: list[int]) -> str | None:
+        self.order(name, remote, blocks)
         return self.ended()
 
     def close(self) -> None:
@@ -140,19 +129,20 @@ def test_nothing_that_p_handed_out_before_it_slept_is_read_afterwards(pair):
     assert d.load("asleep", old, [1, 2, 3]) is not None
     p.wake()
     assert d.load("awake", old, [1, 2, 3]) == "handshake"
-    p.scheduler.build_connector_meta(step_of())
+    p.scheduler.build_connector_meta(SchedulerOutput.make_empty())
     assert kept(p.scheduler._scheduler) == set(), "or its blocks were kept for ever"
     assert len(p.leases) == 0
     assert_read(p, d, "after")
 
 
-def test_who_connected_before_reads_the_new_caches(pair):
-    """D has not been notified, and asks with the parameters of a later request."""
+@pytest.mark.parametrize("sleeper", [0, 1], ids=["p", "d"])
+def test_d_reads_on_after_it_slept(pair, sleeper):
+    """Or after P slept: D has not been notified, and asks with the parameters of a later request."""
     p, d = pair
     assert_read(p, d, "before")
     for number in range(2):
-        p.worker.unregister_kv_caches()
-        p.wake()
+        pair[sleeper].worker.unregister_kv_caches()
+        pair[sleeper].wake()
         assert_read(p, d, f"after {number}")
 
 
@@ -163,14 +153,6 @@ def test_an_engine_that_is_woken_up_awake_keeps_what_it_holds(pair):
     p.wake(other_bytes=False)
     assert d.load("r", held, [1, 2, 3]) is None
     assert torch.equal(d.cache[[1, 2, 3]], p.cache[[3, 5, 4]])
-
-
-def test_d_reads_on_after_it_slept(pair):
-    p, d = pair
-    assert_read(p, d, "before")
-    d.worker.unregister_kv_caches()
-    d.wake()
-    assert_read(p, d, "after")
 
 
 def test_a_sleeping_engine_has_another_hello(pair):
@@ -198,10 +180,11 @@ def test_what_vllm_has_not_been_told_keeps_the_engine_awake(pair):
     d.worker.unregister_kv_caches()
 
 
+NO_CACHES = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[])
+
+
 def test_caches_that_were_never_registered_are_not_restored():
-    made = KvhmaConnector(
-        own_config_of("p"), WORKER, KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[])
-    )
+    made = KvhmaConnector(own_config_of("p"), WORKER, NO_CACHES)
     made.unregister_kv_caches()
     made.restore_kv_caches()
     assert made.get_handshake_metadata() is None
@@ -224,18 +207,6 @@ def test_vllm_asks():
 
 @pytest.mark.parametrize("role", [WORKER, SCHEDULER])
 def test_sleep_mode_is_refused_where_vllm_does_not_ask(role):
-    caches = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[])
-    if ASKS:
-        KvhmaConnector(sleeping_config(), role, caches).shutdown()
-        return
-    with pytest.raises(
-        UnsupportedPairError, match="enable_sleep_mode is True, the kvhma connector supports only False"
-    ):
-        KvhmaConnector(sleeping_config(), role, caches)
-
-
-def step_of():
-    """A step in which vLLM computes nothing."""
-    from vllm.v1.core.sched.output import SchedulerOutput
-
-    return SchedulerOutput.make_empty()
+    refusal = "enable_sleep_mode is True, the kvhma connector supports only False"
+    with contextlib.nullcontext() if ASKS else pytest.raises(UnsupportedPairError, match=refusal):
+        KvhmaConnector(sleeping_config(), role, NO_CACHES).shutdown()
