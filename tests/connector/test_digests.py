@@ -40,12 +40,11 @@ from kvhma.vllm.worker import KvhmaWorker
 from support.engines.engine import free_port
 from support.identity import EXTRA, IDENTITY
 from support.pairs import heads, latent, rank, state
-from support.schedulers import manager
+from support.schedulers import STEP, manager, request
 from support.waiting import until
 
 TOKENS = 40
 NAMES = itertools.count()
-STEP = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
 GROUPS = [Group("full", 4), Group("sliding", 4, window=9), Group("mla", 4), Group("ssm", 1)]
 
 
@@ -100,7 +99,6 @@ class Engine:
         self.scheduler.serve({(0, index): one.hello for index, one in enumerate(self.ranks)})
         self.ended: dict[str, bool] = {}
         self.failures: dict[str, Failure] = {}
-        self.digests: list[dict[str, LoadDigest]] = []
         self._counts: dict[str, int] = {}
         self._failed: set[str] = set()
 
@@ -126,15 +124,15 @@ class Engine:
                     del self._counts[name]
                     done.add(name)
         assert total is not None
-        self.digests.append(total.digests)
         self.ended |= {name: name not in self._failed for name in done}
-        output = SimpleNamespace(
-            finished_recving=done,
-            failed_recving=done & self._failed,
-            kv_connector_worker_meta=None if total.is_empty else total,
-        )
+        self.report(None if total.is_empty else total, done, done & self._failed)
         self._failed -= done
-        self.scheduler.on_worker_results(output)
+
+    def report(self, report: WorkerReport | None, received: set[str], failed: set[str]) -> None:
+        """Tell the scheduler what workers report."""
+        self.scheduler.on_worker_results(
+            SimpleNamespace(finished_recving=received, failed_recving=failed, kv_connector_worker_meta=report)
+        )
 
     def steps(self, condition: Any, *others: Engine) -> None:
         def step() -> None:
@@ -155,53 +153,47 @@ def tables(start: int) -> list[list[int]]:
     return [list(range(start + 10 * at, start + 10 * at + count)) for at, count in enumerate(counts)]
 
 
-def request(name: str, params: dict[str, Any], tokens: int = TOKENS) -> SimpleNamespace:
-    ids = list(range(TOKENS + 1))
-    return SimpleNamespace(
-        request_id=name,
-        kv_transfer_params=params,
-        prompt_token_ids=list(ids),
-        prompt_embeds=None,
-        lora_request=None,
-        mm_features=[],
-        cache_salt=None,
-        all_token_ids=ids,
-        _all_token_ids=ids,
-        num_prompt_tokens=TOKENS + 1,
-        num_computed_tokens=tokens,
-        num_preemptions=0,
-        max_tokens=16,
-        status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
-        get_skip_reading_prefix_cache=lambda: False,
-        abort_immediately=False,
-        resumable=False,
-    )
+def asked(name: str, params: dict[str, Any]) -> SimpleNamespace:
+    """A request of one token more than P computes."""
+    found = request(name, TOKENS + 1, params)
+    found.num_computed_tokens = TOKENS
+    return found
 
 
-def prefill(p: Engine, name: str = "at p") -> dict[str, Any]:
-    """Let P's ranks hold a prompt, and have its scheduler hand it off."""
-    asked = request(name, {"do_remote_decode": True})
-    p.scheduler.on_request_added(asked)
-    params = p.scheduler.on_request_finished(asked, tables(1))
+def prefill(p: Engine, name: str = "at p", *, summed: bool = False) -> dict[str, Any]:
+    """Let P's ranks hold a prompt, and have its scheduler hand it off, if wanted after it has the digest."""
+    held = asked(name, {"do_remote_decode": True})
+    p.scheduler.on_request_added(held)
+    params = p.scheduler.on_request_finished(held, tables(1))
     assert params is not None
     remote = PrefillParams.from_params(params, Secrets(), num_prompt_tokens=TOKENS + 1)
     for one in p.ranks:
         fill_source(one.memory, one.geometry, remote.spans)
+    if summed:
+        p.steps(lambda: all(held.content for held in p.scheduler.context.leases._held.values()))
     return json.loads(json.dumps(params))
 
 
-def decode(d: Engine, params: dict[str, Any], name: str = "r") -> None:
+def begin(d: Engine, params: dict[str, Any], name: str = "r", *, again: bool = False) -> None:
     """Begin to load it at D."""
-    asked = request(name, params)
-    d.scheduler.on_request_added(asked)
-    allocate(d, asked)
-
-
-def allocate(d: Engine, asked: SimpleNamespace) -> None:
-    external, _ = d.scheduler.matched_tokens(asked, 0)
+    wanted = asked(name, params)
+    if not again:
+        d.scheduler.on_request_added(wanted)
+    external = until(lambda: d.scheduler.matched_tokens(wanted, 0)[0], d.step)
     assert external == TOKENS
     groups = [[SimpleNamespace(block_id=block, is_null=False, block_hash=None) for block in one] for one in tables(11)]
-    d.scheduler.on_blocks_allocated(asked, SimpleNamespace(blocks=tuple(groups)), external)
+    d.scheduler.on_blocks_allocated(wanted, SimpleNamespace(blocks=tuple(groups)), external)
+
+
+def loads(d: Engine, params: dict[str, Any], *others: Engine, name: str = "r", again: bool = False) -> bool:
+    """Load it at D, while other engines take steps, too; return whether D has loaded it."""
+    begin(d, params, name, again=again)
+    d.steps(lambda: name in d.ended, *others)
+    return d.ended.pop(name)
+
+
+def all_released(p: Engine, *others: Engine) -> None:
+    p.steps(lambda: len(p.scheduler.context.leases) == 0, *others)
 
 
 @pytest.fixture
@@ -220,15 +212,12 @@ def engines() -> Iterator[Any]:
 @pytest.mark.parametrize(("theirs", "ours"), [(1, 1), (2, 1), (1, 2), (2, 4)])
 def test_loads_are_compared_whatever_the_ranks(engines: Any, theirs: int, ours: int) -> None:
     p, d = engines(theirs, content_digests="all"), engines(ours, content_digests="all")
-    decode(d, prefill(p))
-    d.steps(lambda: "r" in d.ended, p)
-    assert d.ended == {"r": True}
+    assert loads(d, prefill(p), p)
     counted = d.stats()
     assert counted["content_digests"] == {"match": 1}
     assert counted["digest_tokens"] == TOKENS + 8
     assert len(counted["digest_seconds"]) == ours
-    # P releases only now: the load has been compared.
-    p.steps(lambda: len(p.scheduler.context.leases) == 0, d)
+    all_released(p, d)  # only now: the load has been compared
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [(1, 1), (2, 1), (1, 2)])
@@ -245,12 +234,9 @@ def test_a_spoiled_block_of_each_kind_fails_the_load(
     engines: Any, theirs: int, ours: int, region: int, block: int, said: str
 ) -> None:
     p, d = engines(theirs, content_digests="all"), engines(ours, content_digests="all", load_retries=0)
-    params = prefill(p)
-    p.steps(lambda: all(held.content for held in p.scheduler.context.leases._held.values()))
+    params = prefill(p, summed=True)
     spoil(p.ranks[0], region, block)
-    decode(d, params)
-    d.steps(lambda: "r" in d.ended, p)
-    assert d.ended == {"r": False}
+    assert not loads(d, params, p)
     failure = d.failures["r"]
     assert (failure.cause, failure.transient) == ("digest", True)
     assert failure.text == f"what was loaded is not what P holds: {said}"
@@ -267,19 +253,11 @@ def spoil(of: Rank, region: int, block: int) -> None:
 
 def test_a_load_that_differed_is_read_again(engines: Any) -> None:
     p, d = engines(2, content_digests="all"), engines(2, content_digests="all")
-    params = prefill(p)
-    p.steps(lambda: all(held.content for held in p.scheduler.context.leases._held.values()))
+    params = prefill(p, summed=True)
     spoil(p.ranks[0], 0, 3)
-    decode(d, params)
-    d.steps(lambda: "r" in d.ended, p)
-    assert d.ended.pop("r") is False
+    assert not loads(d, params, p)
     spoil(p.ranks[0], 0, 3)  # and it is right again
-    asked = request("r", params)
-    while d.scheduler.matched_tokens(asked, 0)[0] is None:
-        d.step()
-    allocate(d, asked)
-    d.steps(lambda: "r" in d.ended, p)
-    assert d.ended == {"r": True}
+    assert loads(d, params, p, again=True)
     assert d.stats()["content_digests"] == {"mismatch": 1, "match": 1}
 
 
@@ -288,11 +266,9 @@ def test_nothing_is_compared_where_one_side_does_not_want_it(engines: Any, of_p:
     p, d = engines(2, content_digests=of_p), engines(1, content_digests=of_d)
     params = prefill(p)
     assert ("content" in params["kvhma"]) is (of_p == "all")
-    decode(d, params)
-    d.steps(lambda: "r" in d.ended, p)
-    assert d.ended == {"r": True}
+    assert loads(d, params, p)
     assert not {"content_digests", "digest_tokens"} & d.stats().keys()
-    p.steps(lambda: len(p.scheduler.context.leases) == 0, d)
+    all_released(p, d)
 
 
 def test_a_share_of_the_requests(engines: Any) -> None:
@@ -304,8 +280,7 @@ def test_a_share_of_the_requests(engines: Any) -> None:
 def test_a_digest_that_never_comes_fails_the_load(engines: Any) -> None:
     p = engines(1, content_digests="all")
     d = engines(1, content_digests="all", handshake_timeout=0.3, load_retries=0)
-    decode(d, prefill(p))
-    d.steps(lambda: "r" in d.ended)  # P takes no step
+    assert not loads(d, prefill(p))  # P takes no step
     assert d.failures["r"].cause == "digest"
     assert "has announced a digest of 'at p' and does not have it" in d.failures["r"].text
 
@@ -328,13 +303,10 @@ def test_whatever_p_says_ends_one_load(engines: Any, content: bytes, cause: str,
     params = prefill(p)
     (key,) = p.scheduler.context.leases._held
     p.scheduler.context.leases.note_content(key, content)
-    decode(d, params)
-    d.steps(lambda: "r" in d.ended)
-    assert (d.ended, d.failures["r"].cause) == ({"r": False}, cause)
+    assert not loads(d, params)
+    assert d.failures["r"].cause == cause
     assert re.search(said, d.failures["r"].text)
-    decode(d, prefill(p, "another"), "next")
-    d.steps(lambda: "next" in d.ended, p)
-    assert d.ended["next"]
+    assert loads(d, prefill(p, "another"), p, name="next")
 
 
 def test_digests_that_an_answer_has_no_room_for_come_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,43 +324,39 @@ def test_digests_that_an_answer_has_no_room_for_come_with_another(monkeypatch: p
 
 def test_one_rank_that_fails_keeps_no_other_waiting(engines: Any) -> None:
     p, d = engines(1, content_digests="all"), engines(2, content_digests="all", load_retries=0)
-    decode(d, prefill(p))
-    metadata = d.scheduler.on_step(STEP)
-    d.ranks[0].worker.start_loads(metadata)
-    lost = WorkerReport({"r": Failure("transfer", "lost", transient=True)})
-    d.scheduler.on_worker_results(
-        SimpleNamespace(finished_recving=None, failed_recving=None, kv_connector_worker_meta=lost)
-    )
+    begin(d, prefill(p))
+    d.ranks[0].worker.start_loads(d.scheduler.on_step(STEP))
+    d.report(WorkerReport({"r": Failure("transfer", "lost", transient=True)}), set(), set())
     metadata = d.scheduler.on_step(STEP)
     assert metadata.verdicts == {"r": None}
     d.ranks[0].worker.start_loads(metadata)
     until(lambda: "r" in d.ranks[0].worker.collect(idle=True)[0], p.step)
 
 
-def test_a_verdict_may_come_first_or_last() -> None:
-    digest = LoadDigest(1, ContentDigest(4, {}), ContentDigest(4, {}))
-    load = SimpleNamespace(request_id="r", optional=False, piece=0, remote=SimpleNamespace(lease=30.0))
-    for early in (True, False):
-        for verdict in (None, Failure("digest", "other bytes", transient=True)):
-            results = LoadResults()
-            results.expect([load])
-            if early:
-                results.judge({"r": verdict})
-            results.ask_verdict("r", {0: 3}, digest)
-            if not early:
-                assert results.take_results()[0] == set()
-                results.judge({"r": verdict, "unknown": None})
-            ended, report = results.take_results()
-            assert ended == {"r"}
-            assert report.failures == ({} if verdict is None else {"r": verdict})
-            assert results.unreported() == 0
+LOAD = SimpleNamespace(request_id="r", optional=False, piece=0, remote=SimpleNamespace(lease=30.0))
+
+
+@pytest.mark.parametrize("verdict", [None, Failure("digest", "other bytes", transient=True)])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_verdict_may_come_first_or_last(early: bool, verdict: Failure | None) -> None:
+    results = LoadResults()
+    results.expect([LOAD])  # type: ignore[list-item]
+    if early:
+        results.judge({"r": verdict})
+    results.ask_verdict("r", {0: 3}, LoadDigest(1, ContentDigest(4, {}), ContentDigest(4, {})))
+    if not early:
+        assert results.take_results()[0] == set()
+        results.judge({"r": verdict, "unknown": None})
+    ended, report = results.take_results()
+    assert ended == {"r"}
+    assert report.failures == ({} if verdict is None else {"r": verdict})
+    assert results.unreported() == 0
 
 
 def test_a_verdict_of_a_load_that_fails_is_forgotten() -> None:
     """Another rank has failed first, so the scheduler has nothing to compare."""
     results = LoadResults()
-    load = SimpleNamespace(request_id="r", piece=False, optional=False)
-    results.expect([load])  # type: ignore[list-item]
+    results.expect([LOAD])  # type: ignore[list-item]
     results.judge({"r": None})
     results.fail_load("r", Failure("transfer", "lost", transient=True))
     assert (results.take_results()[0], results._verdicts) == ({"r"}, {})
