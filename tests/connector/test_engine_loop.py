@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own loop and the connector's scheduler: how often an engine steps that only holds blocks for peers."""
 
+import contextlib
 import threading
 import time
 from concurrent.futures import Future
@@ -118,12 +119,20 @@ class Loop(EngineCoreProc):
 
 
 @pytest.fixture
-def loop():
-    kvhma = scheduler()
-    made = Loop(kvhma)
-    yield made
-    made.close()
-    kvhma.close()
+def loops():
+    """Make schedulers and their loops."""
+    with contextlib.ExitStack() as stack:
+
+        def make(**settings):
+            kvhma = stack.enter_context(contextlib.closing(scheduler(**settings)))
+            return stack.enter_context(contextlib.closing(Loop(kvhma)))
+
+        yield make
+
+
+@pytest.fixture
+def loop(loops):
+    return loops()
 
 
 def steps_in(loop, seconds):
@@ -188,27 +197,20 @@ def test_it_is_asked_to_step_once_however_long_the_step_takes(loop, monkeypatch)
     until(lambda: not kept(loop.kvhma))
 
 
-def test_a_pause_waits_until_nothing_is_kept(loop):
-    """VLLM clears its caches then, and may free their memory: readers must have read them."""
+@pytest.mark.parametrize("what", ["a pause", "a shutdown"])
+def test_what_ends_the_engines_work_waits_for_readers(loop, what):
+    """VLLM clears its caches in a pause, and may free their memory. A shutdown waits as long as vLLM allows."""
     claim = loop.keep()
-    paused = loop.tell("pause_scheduler", "wait", True)
-    assert paused is not None
+    if what == "a pause":
+        over = loop.tell("pause_scheduler", "wait", True)
+    else:
+        over, loop.shutdown_state = loop.ended, EngineShutdownState.REQUESTED
+        loop.tell("is_running")
     goes_on(loop)
-    assert not paused.done()
+    assert not over.done()
     loop.release(claim)
-    paused.result(10)
+    over.result(10)
     assert not kept(loop.kvhma)
-
-
-def test_an_engine_that_is_shut_down_waits_for_readers(loop):
-    """It waits as long as vLLM allows."""
-    claim = loop.keep()
-    loop.shutdown_state = EngineShutdownState.REQUESTED
-    loop.tell("is_running")
-    goes_on(loop)
-    assert not loop.ended.done()
-    loop.release(claim)
-    loop.ended.result(10)
 
 
 def test_what_was_never_kept_has_no_thread(loop):
@@ -271,34 +273,26 @@ def test_a_lease_is_never_seen_in_neither_place(loop, pauses, monkeypatch):
     until(lambda: not kept(loop.kvhma))
 
 
-@pytest.mark.parametrize("missing", ["the loop", "its queue"])
-def test_without_a_loop_that_is_known_it_steps_on(missing, monkeypatch):
-    """Engine and front end may be one process, or a later vLLM may have other names."""
-    kvhma = scheduler()
-    try:
+def test_an_engine_in_the_process_of_its_front_end_steps_on():
+    """It has no loop that could sleep."""
+    with contextlib.closing(scheduler()) as kvhma:
         asked = request("at p", params={"do_remote_decode": True})
         kvhma.on_request_added(asked)
         assert not kvhma.needs_step()
         kvhma.on_request_finished(asked, tables(kvhma))
-        if missing == "its queue":
-            monkeypatch.setattr(internals, "_LOOP", ("no_such_name",))
-            loop = Loop(kvhma)
-            until(lambda: loop.steps > 20)
-            loop.close()
-        else:
-            assert kvhma.needs_step()
-    finally:
-        kvhma.close()
+        assert kvhma.needs_step()
 
 
-def test_workers_that_sum_are_stepped_for():
+def test_a_loop_without_the_queue_that_is_known_steps_on(loop, monkeypatch):
+    """A later vLLM may have other names."""
+    monkeypatch.setattr(internals, "_LOOP", ("no_such_name",))
+    loop.keep()
+    goes_on(loop, 20)
+
+
+def test_workers_that_sum_are_stepped_for(loops):
     """Their sums come with the results of a step; a worker that cannot sum only logs it."""
-    kvhma = scheduler(content_digests=1.0)
-    loop = Loop(kvhma)
-    try:
-        loop.keep()
-        goes_on(loop, 2)
-        until(lambda: steps_in(loop, 1.0) <= 1)  # D has timed out by then
-    finally:
-        loop.close()
-        kvhma.close()
+    loop = loops(content_digests=1.0)
+    loop.keep()
+    goes_on(loop, 2)
+    until(lambda: steps_in(loop, 1.0) <= 1)  # D has timed out by then
