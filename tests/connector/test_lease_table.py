@@ -7,27 +7,14 @@ import threading
 import pytest
 
 from kvhma.vllm.holds import lease_table
-from kvhma.vllm.holds.lease_table import LATE_READER_SECONDS, OVERDUE_SECONDS, LeaseEnd, LeaseTable, LeaseUsage
+from kvhma.vllm.holds.lease_table import OVERDUE_SECONDS, LeaseEnd, LeaseTable, LeaseUsage
 from kvhma.vllm.wire.messages import LeaseState, Outcome
 from kvhma.vllm.wire.params import LeaseClaim, LeaseKey
-from support.leases import ended
+from support.leases import Clock, ended
 
 HELD, ENDED, OTHER, FULL = LeaseState.HELD, LeaseState.ENDED, LeaseState.OTHER, LeaseState.FULL
 LEASE = 30.0
 GENERATION = iter(range(1, 1 << 20))
-
-
-class Clock:
-    """P's monotonic clock."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def monotonic(self):
-        return self.now
-
-    def pass_by(self, seconds):
-        self.now += seconds
 
 
 @pytest.fixture
@@ -46,10 +33,15 @@ def digest_of(key):
     return key.request_id.encode().ljust(16, b".")[:16]
 
 
-def add(table, name, blocks=()):
+def add(table, name, blocks=(), turn_seconds=None):
     key = LeaseKey(name, next(GENERATION))
-    table.hold(key, digest_of(key), blocks)
+    table.hold(key, digest_of(key), blocks, turn_seconds=turn_seconds)
     return key
+
+
+def answer(table, name, blocks=()):
+    """Add a turn that is kept for the next turn of its conversation."""
+    return add(table, name, blocks, turn_seconds=480.0)
 
 
 def claim(key, reader=1, digest=None):
@@ -61,37 +53,53 @@ def renew(table, key, reader=1):
     return state
 
 
-def pass_overdue(table, clock):
-    """Let the time pass in which an expired lease may still be renewed."""
-    assert ended(table) == {}
-    clock.pass_by(OVERDUE_SECONDS)
+# Each request has a lease of 30 s, or is a kept turn of 480 s. `wait` passes seconds; `claim` and `refused` renew for
+# some readers; `read`, `shared` and `unread` release them; `asks` reads and releases with one question. `over` takes
+# what has ended, and says why.
+STORIES = {
+    "a lease ends": "wait 29.99, over, wait .02, over, wait 1, over UNCLAIMED, over, refused 1",
+    "a renewal extends it": "wait 29, claim 1, over, wait 29, claim 1, over, wait 29, claim 1, over, wait 29.9, over",
+    "a release is reported once": "read 1 1, read 1, refused 1, over READ, over",
+    # Formerly the first reader had it alone: of three samples with the same parameters two lost their blocks.
+    "readers share a request": "claim 1 2 3, read 2, over, read 1, over, claim 3, read 3, over READ",
+    "a reader releases with its question": "claim 1, asks 2, over, asks 1, over READ",
+    # Formerly any release freed the blocks, so that the next decode engine found no blocks.
+    "a reader that fails leaves it to the next": "claim 1, unread 1, over, claim 2, read 2, over READ",
+    "a reader that fails after another has read is the last": "claim 1 2, read 1, unread 2, over READ",
+    "no reader could read it": "claim 1, unread 1, wait 30, over, wait 1, over UNREAD",
+    # 153 loads of a run on an overloaded machine ended as `expired`, and no log named the cause.
+    "claimed and not renewed": "claim 1, wait 30, over, wait 1, over NOT_RENEWED",
+    "a reader dies after another has read": "claim 1, wait 25, claim 2, read 2, over, wait 5, over, wait 1, over READ",
+    "a late reader is in time": "claim 1, shared 1, over, claim 2, wait 2.1, over, read 2, over READ, refused 2",
+    "a late reader is too late": "claim 1, shared 1, wait 1.9, over, wait .1, over READ, refused 2",
+    "time for late readers ends with the lease": "wait 29, shared 1, over, wait 1, over READ",
+    # P was stopped for longer than a lease. Its next step ran before its listener read the renewals that had arrived
+    # in time. Formerly P freed the blocks, and answered the reader, rightly, that they were not held.
+    "renewals wait while P is stopped": "claim 1, wait 300, over, claim 1, wait 29, over",
+    # Formerly a renewal of an expired lease was refused, although the blocks were still held.
+    "a renewal before the next step": "claim 1, wait 31, claim 1, over",
+    "a turn is held for longer": "turn, wait 479.9, over, wait .1, over, wait 1, over KEPT_TURN_EXPIRED",
+    "a reader of a turn shortens nothing": "turn, claim 1, unread 1, wait 479, over, claim 1, wait 29, over, asks 1, "
+    "over KEPT_TURN_READ, refused 1",
+}
 
 
-def test_a_lease_ends(table, clock):
-    key = add(table, "a")
-    clock.pass_by(LEASE - 0.01)
-    assert ended(table) == {}
-    clock.pass_by(0.02)
-    pass_overdue(table, clock)
-    assert ended(table) == {LeaseEnd.UNCLAIMED: ["a"]}
-    assert ended(table) == {}
-    assert renew(table, key) is ENDED
-
-
-def test_a_renewal_extends_it(table, clock):
-    key = add(table, "a")
-    for _ in range(5):
-        clock.pass_by(LEASE - 1)
-        assert renew(table, key) is HELD
-        assert ended(table) == {}
-
-
-def test_a_release_is_reported_once(table):
-    key = add(table, "a")
-    table.release([claim(key), claim(key), claim(LeaseKey("b", 1))], Outcome.READ)
-    assert renew(table, key) is ENDED
-    assert ended(table) == {LeaseEnd.READ: ["a"]}
-    assert ended(table) == {}
+@pytest.mark.parametrize("events", STORIES.values(), ids=STORIES)
+def test_stories_of_a_lease(table, clock, events):
+    key = answer(table, "a") if events.startswith("turn, ") else add(table, "a")
+    outcomes = {"read": Outcome.READ, "shared": Outcome.READ_SHARED, "unread": Outcome.UNREAD}
+    for event in events.removeprefix("turn, ").split(", "):
+        what, *values = event.split()
+        if what == "wait":
+            clock.pass_by(float(values[0]))
+        elif what == "over":
+            assert ended(table) == {LeaseEnd[why]: ["a"] for why in values}, event
+        elif what in outcomes:
+            table.release([claim(key, int(reader)) for reader in values], outcomes[what])
+        else:
+            claims = [claim(key, int(reader)) for reader in values]
+            states = table.check_and_release(claims, [Outcome.READ]) if what == "asks" else table.renew(claims)
+            assert set(states) == {ENDED if what == "refused" else HELD}, event
 
 
 def test_an_old_generation_holds_nothing(table):
@@ -102,116 +110,6 @@ def test_an_old_generation_holds_nothing(table):
     table.release([claim(old)], Outcome.READ)
     assert ended(table) == {LeaseEnd.READ: ["a"]}
     assert len(table) == 1
-
-
-def test_readers_share_a_request(table):
-    """Formerly the first reader had it alone: of three samples with the same parameters two lost their blocks."""
-    key = add(table, "a")
-    assert table.renew([claim(key, reader) for reader in (1, 2, 3)]) == [HELD] * 3
-    for reader in (2, 1):
-        table.release([claim(key, reader)], Outcome.READ)
-        assert len(table) == 1
-    assert renew(table, key, 3) is HELD
-    table.release([claim(key, 3)], Outcome.READ)
-    assert ended(table) == {LeaseEnd.READ: ["a"]}
-
-
-def test_a_reader_that_fails_leaves_the_request_to_the_next(table):
-    """Formerly any release freed the blocks, so that the next decode engine found no blocks."""
-    key = add(table, "a")
-    renew(table, key, 1)
-    table.release([claim(key, 1)], Outcome.UNREAD)
-    assert ended(table) == {}
-    assert renew(table, key, 2) is HELD
-    table.release([claim(key, 2)], Outcome.READ)
-    assert ended(table) == {LeaseEnd.READ: ["a"]}
-
-
-def test_one_that_fails_after_another_has_read_is_the_last(table):
-    key = add(table, "a")
-    table.renew([claim(key, 1), claim(key, 2)])
-    table.release([claim(key, 1)], Outcome.READ)
-    table.release([claim(key, 2)], Outcome.UNREAD)
-    assert ended(table) == {LeaseEnd.READ: ["a"]}
-
-
-def test_a_lease_that_nobody_could_read_under_ends_as_unread(table, clock):
-    key = add(table, "a")
-    renew(table, key)
-    table.release([claim(key)], Outcome.UNREAD)
-    clock.pass_by(LEASE)
-    pass_overdue(table, clock)
-    assert ended(table) == {LeaseEnd.UNREAD: ["a"]}
-
-
-def test_a_lease_that_is_claimed_and_not_renewed_says_so(table, clock):
-    """153 loads of a run on an overloaded machine ended as `expired`, and no log named the cause."""
-    key = add(table, "a")
-    renew(table, key)
-    clock.pass_by(LEASE)
-    pass_overdue(table, clock)
-    assert ended(table) == {LeaseEnd.NOT_RENEWED: ["a"]}
-
-
-def test_a_reader_that_dies_keeps_the_blocks_for_its_lease_only(table, clock):
-    key = add(table, "a")
-    renew(table, key, 1)
-    clock.pass_by(LEASE - 5)
-    renew(table, key, 2)
-    table.release([claim(key, 2)], Outcome.READ)
-    assert ended(table) == {}
-    clock.pass_by(5)
-    pass_overdue(table, clock)
-    assert ended(table) == {LeaseEnd.READ: ["a"]}, "read, so no lease that ended unread"
-
-
-def test_readers_that_have_not_claimed_yet_have_a_moment(table, clock):
-    for name in ("in time", "late"):
-        key = add(table, name)
-        renew(table, key, 1)
-        table.release([claim(key, 1)], Outcome.READ_SHARED)
-        assert ended(table) == {}
-        if name == "in time":
-            assert renew(table, key, 2) is HELD
-            clock.pass_by(LATE_READER_SECONDS + 0.1)
-            assert ended(table) == {}, "a claim outlasts the moment"
-            table.release([claim(key, 2)], Outcome.READ)
-        else:
-            clock.pass_by(LATE_READER_SECONDS)
-        assert ended(table) == {LeaseEnd.READ: [name]}
-        assert renew(table, key, 2) is ENDED
-
-
-def test_that_moment_does_not_outlast_the_lease(table, clock):
-    key = add(table, "a")
-    clock.pass_by(LEASE - 1)
-    table.release([claim(key, 1)], Outcome.READ_SHARED)
-    clock.pass_by(1)
-    assert ended(table) == {LeaseEnd.READ: ["a"]}
-
-
-# --- P itself is late ------------------------------------------------------------------------------------------
-
-
-def test_renewals_that_waited_while_p_stood_still_count(table, clock):
-    """P was stopped for longer than a lease. Its next step ran before its listener read the renewals that had arrived
-    in time. Formerly P freed the blocks, and answered the reader, rightly, that they were not held."""
-    key = add(table, "a")
-    renew(table, key)
-    clock.pass_by(10 * LEASE)
-    assert ended(table) == {}, "a step comes first"
-    assert renew(table, key) is HELD, "then what had arrived"
-    clock.pass_by(LEASE - 1)
-    assert ended(table) == {}
-
-
-def test_a_renewal_that_comes_before_the_next_step_counts(table, clock):
-    """Formerly a renewal of an expired lease was refused, although the blocks were still held."""
-    key = add(table, "a")
-    renew(table, key)
-    clock.pass_by(LEASE + 1)
-    assert renew(table, key) is HELD
-    assert ended(table) == {}
 
 
 def test_who_is_told_held_has_been_so_all_the_time(table, clock):
@@ -234,8 +132,6 @@ def test_who_is_told_held_has_been_so_all_the_time(table, clock):
                 break
         for names in ended(table).values():
             given_back.update(names)
-        # A request that a release ended is gone before the next step reports it.
-        given_back.update(key.request_id for key in keys if key not in table._held)
     assert claimed
 
 
@@ -258,7 +154,8 @@ def test_a_claim_of_other_parameters_is_not_of_this_request(table, clock):
     assert table.take_digests_refused() == 1
     clock.pass_by(LEASE)
     table.renew([claim(mine, 1, forged)])
-    pass_overdue(table, clock)
+    assert ended(table) == {}
+    clock.pass_by(OVERDUE_SECONDS)
     table.renew([claim(mine, 1, forged)])
     assert ended(table) == {LeaseEnd.NOT_RENEWED: ["mine"]}, "nor renewed"
 
@@ -404,6 +301,8 @@ def test_what_is_kept_adds_up_whatever_happens(table, clock):
 
 
 def test_how_long_the_oldest_unread_one_has_waited(table, clock):
+    answer(table, "which may never be read")
+    clock.pass_by(5)
     assert table.usage().oldest_unread_seconds == 0
     first = add(table, "first")
     clock.pass_by(3)
@@ -452,37 +351,6 @@ def test_several_threads_at_once():
 # --- answers, for the next turns of their conversations ----------------------------------------------------------
 
 
-def answer(table, name, blocks=(), seconds=480.0):
-    key = LeaseKey(name, next(GENERATION))
-    table.hold(key, digest_of(key), blocks, turn_seconds=seconds)
-    return key
-
-
-def test_an_answer_is_kept_for_a_time_of_its_own(table, clock):
-    answer(table, "a")
-    add(table, "b")
-    clock.pass_by(LEASE + 1)
-    pass_overdue(table, clock)
-    assert ended(table) == {LeaseEnd.UNCLAIMED: ["b"]}
-    clock.pass_by(480 - LEASE)
-    pass_overdue(table, clock)
-    assert ended(table) == {LeaseEnd.KEPT_TURN_EXPIRED: ["a"]}
-
-
-def test_a_reader_of_an_answer_shortens_nothing(table, clock):
-    key = answer(table, "a")
-    assert renew(table, key) is HELD
-    table.release([claim(key)], Outcome.UNREAD)
-    clock.pass_by(479)
-    assert ended(table) == {}
-    assert renew(table, key) is HELD
-    clock.pass_by(LEASE - 1)
-    assert ended(table) == {}, "and may take a lease from then on"
-    assert table.check_and_release([claim(key)], [Outcome.READ]) == [HELD]
-    assert ended(table) == {LeaseEnd.KEPT_TURN_READ: ["a"]}
-    assert renew(table, key) is ENDED
-
-
 def test_answers_go_before_prompts(table):
     table.max_unread_blocks = 10
     add(table, "p1", range(4))
@@ -505,12 +373,6 @@ def test_an_answer_may_be_given_up_while_it_is_read(table):
     assert ended(table) == {LeaseEnd.KEPT_TURN_EVICTED: ["b", "c", "a"]}
     assert table.check_and_release([claim(keys[0])], [Outcome.READ]) == [ENDED]
     assert table.usage() == LeaseUsage(1, 1, 0.0)
-
-
-def test_how_long_answers_wait_is_nobodys_concern(table, clock):
-    answer(table, "a")
-    clock.pass_by(5)
-    assert table.usage().oldest_unread_seconds == 0
 
 
 def test_waiting_ends_with_a_lease(table):

@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 from kvhma.vllm.holds.lease_table import LATE_READER_SECONDS, OVERDUE_SECONDS, LeaseTable
 from kvhma.vllm.wire.messages import LeaseState, Outcome
 from kvhma.vllm.wire.params import LeaseClaim, LeaseKey
+from support.leases import Clock
 from support.tries import TICKS
 
 LEASE = 2
@@ -27,16 +28,6 @@ LEASE = 2
 DIGEST = bytes(16)
 
 ResultT = TypeVar("ResultT")
-
-
-class Clock:
-    """The table's ``time`` module."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 class Phase(Enum):
