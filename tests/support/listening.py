@@ -65,7 +65,9 @@ def listening(
     secrets = secrets or Secrets()
     engine = LocalEngine("p", 258, {(0, 0): (HELLO, PRIVATE_KEY), (0, 1): (b"one", PRIVATE_KEY)})
     counted = Counted()
-    listener = Listener(address, engine, leases=leases or AnyLease(), secrets=secrets, counters=counted)
+    listener = Listener(
+        address, engine, leases=AnyLease() if leases is None else leases, secrets=secrets, counters=counted
+    )
     listener.at, listener.counted = address, counted
     try:
         yield listener
