@@ -35,6 +35,7 @@ from kvhma.vllm.wire.messages import Finish, Outcome, Renew
 from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey
 from support.engines.engine import free_port
 from support.identity import IDENTITY
+from support.leases import Clock
 from support.waiting import HANG_SECONDS, until
 
 ROOM = BOARD_BYTES // MARK_BYTES - 2
@@ -160,14 +161,6 @@ def test_all_that_a_claim_names_is_in_the_mark():
     assert mark_of(LeaseKey("\ud800", 7), DIGEST) != mark_of(LeaseKey("\ud801", 7), DIGEST)
 
 
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def monotonic(self):
-        return self.now
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_the_board_shows_what_is_held_and_nothing_else(board, monkeypatch, seed):
     """The board is right after any event, at the latest when a reader may receive its result."""
@@ -282,6 +275,12 @@ def report_of(d, *names):
     return joined
 
 
+def is_verified(d, p, name="r", remote=None):
+    """Load a page; return whether P's board has shown that P held it."""
+    d.start(**{name: (remote or p.remote(name, [2]), [5])})
+    return report_of(d, name).verified_by_board == {name}
+
+
 @pytest.mark.parametrize("at_once", [True, False])
 def test_what_the_board_shows_is_not_asked(p, d, asked, at_once):
     d.start(first=(p.remote("first", [1]), [1]))
@@ -295,8 +294,7 @@ def test_what_the_board_shows_is_not_asked(p, d, asked, at_once):
 
 def test_p_without_a_board_is_asked(d, asked):
     p = Prefill(Address("127.0.0.1", free_port()))
-    d.start(a=(p.remote("a", [2]), [5]))
-    assert report_of(d, "a").verified_by_board == set()
+    assert not is_verified(d, p)
     assert asked == [1]
     assert counted(d, "load_seconds", 1).data["lease_checks"] == {"question": 1}
     p.close()
@@ -316,47 +314,39 @@ def test_a_board_that_nobody_opened_is_read_once(board, d, asked, monkeypatch):
     reads = []
     post = PreparedRead.post
     monkeypatch.setattr(PreparedRead, "post", lambda *a: (reads.append(a), post(*a))[1])
-    for number in range(3):
-        remote = p.remote(f"{number}", [2])
+    for name in ("a", "b", "c"):
+        remote = p.remote(name, [2])
         board._bytes[FIRST : FIRST + MARK_BYTES] = np.frombuffer(mark_of(remote.lease_key, DIGEST), np.uint8)
-        d.start(**{f"r{number}": (remote, [5])})
-        assert report_of(d, f"r{number}").verified_by_board == set()
+        assert not is_verified(d, p, name, remote)
     assert (len(reads), asked) == (1, [1, 1, 1])
     assert has_all_places(d)
     p.close()
 
 
-def test_a_lease_that_ended_during_the_read_is_not_on_the_board(p, d, asked, monkeypatch):
-    """The mark was there when the read began. D asks P, and P answers no."""
-    remote = p.remote("r", [2])
+@pytest.mark.parametrize(
+    ("what", "cause"),
+    [("its lease ends during the read", "expired"), ("P has not held it", "expired"), ("other parameters", "request")],
+)
+def test_one_of_a_step_that_is_not_on_the_board_is_asked_alone(p, d, asked, monkeypatch, what, cause):
+    """D asks P, and P answers no. Of the first one the mark was there when the read began."""
+    if cause == "expired":
+        lost = p.remote("lost", [2], held=what != "P has not held it")
+    else:
+        lost = p.remote("lost", [2])._replace(digest=b"e" * 16)
     results = d.worker._results
     note = results.note_load_read
-    monkeypatch.setattr(results, "note_load_read", lambda: (note(), p.leases.end_all()))
-    d.start(r=(remote, [5]))
-    assert d.ended("r") == {"r": "expired"}
-    assert asked == [1]
-
-
-def test_one_of_a_step_that_is_not_on_the_board_is_asked_alone(p, d, asked):
-    names = {1: "a", 2: "lost", 3: "b"}
-    loads = {name: (p.remote(name, [block], held=name != "lost"), [block]) for block, name in names.items()}
-    d.start(**loads)
-    assert d.ended(*loads) == {"lost": "expired"}
-    assert asked == [1]
-
-
-def test_parameters_that_were_changed_on_the_way_find_no_mark(p, d, asked):
-    remote = p.remote("r", [2])._replace(digest=b"e" * 16)
-    d.start(r=(remote, [5]))
-    assert d.ended("r") == {"r": "request"}
+    if what == "its lease ends during the read":
+        end = [LeaseClaim(lost.lease_key, 1, DIGEST)], Outcome.READ
+        monkeypatch.setattr(results, "note_load_read", lambda: (note(), p.leases.release(*end)))
+    d.start(a=(p.remote("a", [1]), [1]), lost=(lost, [2]), b=(p.remote("b", [3]), [3]))
+    assert d.ended("a", "lost", "b") == {"lost": cause}
     assert asked == [1]
 
 
 def test_more_leases_than_the_board_has_room_for(p, d, asked):
     for number in range(ROOM):
         p.remote(f"other {number}", [1])
-    d.start(a=(p.remote("a", [2]), [5]))
-    assert report_of(d, "a").verified_by_board == set()
+    assert not is_verified(d, p)
     assert asked == [1]
 
 
@@ -376,8 +366,7 @@ def test_an_address_where_p_has_no_board(d, asked):
     p.listener.close()
     p.hellos[0, 0] = (p.agent.handshake_payload(p.geometry, extra), p.hellos[0, 0][1])
     p.listen()
-    d.start(r=(p.remote("r", [2]), [5]))
-    assert report_of(d, "r").verified_by_board == set()
+    assert not is_verified(d, p)
     assert asked == [1]
     p.close()
     liar.close()
@@ -427,20 +416,17 @@ def test_a_board_speaks_for_its_own_worker_only(p, d, asked, second):
     Formerly D then used blocks of that worker that belonged to another request, or were free.
     """
     second.leases.show_on_boards(LeaseBoards([second.board.file]))
-    d.start(r=(p.remote("r", [2]), [5]))
-    assert report_of(d, "r").verified_by_board == set()
+    assert not is_verified(d, p)
     assert asked == [1]
     remote = p.remote("s", [3])
     second.leases.hold(remote.lease_key, DIGEST, [3])
-    d.start(s=(remote, [6]))
-    assert report_of(d, "s").verified_by_board == {"s"}, "what both show is held"
+    assert is_verified(d, p, "s", remote), "what both show is held"
     assert asked == [1]
 
 
 def test_an_engine_of_which_one_worker_has_no_board_is_asked(p, d, asked, second):
     """One worker may run on another host than its scheduler."""
-    d.start(r=(p.remote("r", [2]), [5]))
-    assert report_of(d, "r").verified_by_board == set()
+    assert not is_verified(d, p)
     assert asked == [1]
     assert has_all_places(d)
 
@@ -512,6 +498,7 @@ class SlowAgent:
     def __init__(self):
         self.registered = 0
         self.reads = []
+        self.memory = BoardMemory(self)
 
     def register(self, geometry):
         self.registered += 1
@@ -519,6 +506,12 @@ class SlowAgent:
     def prepare_read(self, peer, local, remote):
         self.reads.append(SlowRead(int(local[0, 0])))
         return self.reads[-1]
+
+
+def slow_board():
+    """A reader of a board, and its read."""
+    agent = SlowAgent()
+    return agent.memory.reader(None, 4096), agent.reads[0]
 
 
 @pytest.fixture
@@ -529,9 +522,7 @@ def clock(monkeypatch):
 
 
 def test_a_reading_that_began_before_the_read_had_ended_does_not_count(clock):
-    agent = SlowAgent()
-    reader = BoardMemory(agent).reader(None, 4096)
-    (read,) = agent.reads
+    reader, read = slow_board()
     assert reader.look(999.0) == (0.0, b"")
     clock.now = 1000.002
     assert reader.look(1000.001) == (0.0, b"")
@@ -550,9 +541,7 @@ def test_a_reading_that_began_before_the_read_had_ended_does_not_count(clock):
 
 def test_loads_that_end_all_the_time_do_not_keep_each_other_waiting(clock):
     """A board that takes 2 ms, and a load every millisecond: each load uses the first read that began after it."""
-    agent = SlowAgent()
-    reader = BoardMemory(agent).reader(None, 4096)
-    (read,) = agent.reads
+    reader, read = slow_board()
     began, waiting, waited = 0.0, [], []
     for step in range(200):
         clock.now = 1000.0 + step * 0.001
@@ -569,9 +558,7 @@ def test_loads_that_end_all_the_time_do_not_keep_each_other_waiting(clock):
 
 
 def test_a_board_that_does_not_answer_keeps_later_loads_no_time(clock):
-    agent = SlowAgent()
-    reader = BoardMemory(agent).reader(None, 4096)
-    (read,) = agent.reads
+    reader, read = slow_board()
     assert reader.look(1.0) == (0.0, b"")
     clock.now += 0.02
     assert reader.look(1.0) == (math.inf, b""), "P is asked"
@@ -585,7 +572,7 @@ def test_a_board_that_does_not_answer_keeps_later_loads_no_time(clock):
 
 def test_a_place_that_may_still_be_written_to_is_not_given_back():
     agent = SlowAgent()
-    memory = BoardMemory(agent)
+    memory = agent.memory
     readers = [memory.reader(None, 4096) for _ in range(17)]
     assert agent.registered == 2
     readers[0].look(time.monotonic())
@@ -623,12 +610,10 @@ def stuck(p, d, monkeypatch):
 
 
 def test_p_is_asked_if_its_board_takes_too_long(p, d, asked, stuck):
-    for name in ("a", "b"):
+    for name, seconds in (("a", board_reader._LATE_SECONDS), ("b", 0)):
         began = time.monotonic()
-        d.start(**{name: (p.remote(name, [2]), [5])})
-        assert report_of(d, name).verified_by_board == set()
-        if name == "a":
-            assert time.monotonic() - began >= board_reader._LATE_SECONDS
+        assert not is_verified(d, p, name)
+        assert time.monotonic() - began >= seconds
     assert asked == [1, 1]
 
 
