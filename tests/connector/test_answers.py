@@ -2,6 +2,7 @@
 """The next turn of a chat: P reads D's answer of the last turn, or computes. With vLLM's real schedulers, and
 labels."""
 
+import contextlib
 import itertools
 import json
 import logging
@@ -14,9 +15,12 @@ import pytest
 # With its parts, since torch warns while they are imported, and a warning is an error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
+from kvhma.vllm.holds import lease_table
+from kvhma.vllm.holds.lease_table import OVERDUE_SECONDS
 from kvhma.vllm.loads.decode import DecodeScheduler
 from support.cache.engine import Engine, EngineShape, Violation
 from support.cache.labels import GroupShape
+from support.leases import Clock
 
 NEW = {"do_remote_decode": True, "do_remote_prefill": False}
 SIZE = 16
@@ -66,38 +70,47 @@ class Chat:
     def words(self, count):
         return [self.rng.randrange(3) for _ in range(count)]
 
+    def run(self, engine, name):
+        """Have both engines step until one of them has finished a request; return its result, and what P computed."""
+        computed = 0
+        for _ in range(400):
+            computed += self.p.step()
+            self.d.step()
+            if name in engine.finished:
+                break
+        return engine.finished[name], computed
+
     def prefill(self, tokens, params=NEW):
         """Ask P; return its name for the request and the parameters for D."""
         name = f"r{next(self.numbers)}"
         self.p.add(name, tokens, 1, params)
-        self.computed = 0
-        for _ in range(200):
-            self.computed += self.p.step()
-            self.d.step()
-            if name in self.p.finished:
-                break
-        assert self.p.finished[name].finish_reason is not None
-        assert str(self.p.finished[name].finish_reason) == "length"
-        return name, json.loads(json.dumps(self.p.finished[name].kv_transfer_params))
+        found, self.computed = self.run(self.p, name)
+        assert str(found.finish_reason) == "length"
+        return name, json.loads(json.dumps(found.kv_transfer_params))
 
-    def turn(self, tokens, params=NEW, *, answer=8, **more):
+    def turn(self, tokens, params=NEW, *, answer=8):
         """Ask P, then D; return all tokens, and the parameters for the next turn's prefill."""
         name, told = self.prefill(tokens, params)
-        self.d.add(name, tokens, answer, told, **more)
-        for _ in range(400):
+        self.d.add(name, tokens, answer, told)
+        found, _ = self.run(self.d, name)
+        assert found.finish_reason is not None
+        return list(self.d._requests[name].all_token_ids), json.loads(json.dumps(found.kv_transfer_params))
+
+    def stop_early(self):
+        """Have a stop token end D's answer while the next step runs, as with async scheduling; return D's request, and
+        the parameters."""
+        prompt = self.words(100)
+        name, told = self.prefill(prompt)
+        self.d.add(name, prompt, 64, told, stop=1)
+        while name not in self.d.finished:
             self.d.step()
-            self.p.step()
-            if name in self.d.finished:
-                break
-        assert self.d.finished[name].finish_reason is not None
-        found = self.d.finished[name].kv_transfer_params
-        return list(self.d._requests[name].all_token_ids), json.loads(json.dumps(found))
+        assert str(self.d.finished[name].finish_reason) == "stop"
+        return self.d._requests[name], json.loads(json.dumps(self.d.finished[name].kv_transfer_params))
 
     def end(self):
-        """Let all leases expire, and check that every block is free again."""
+        """End all leases, and check that every block is free again."""
         for engine in (self.p, self.d):
-            for held in engine.kvhma.context.leases._held.values():
-                held.expires = held.overdue_since = 0.0
+            engine.kvhma.context.leases.end_all()
         for _ in range(20):
             self.p.step()
             self.d.step()
@@ -109,10 +122,33 @@ class Chat:
             assert not engine.kvhma.decode.failed._yielded_at
 
 
+@pytest.fixture
+def make():
+    """Make chats, which end well."""
+    made = []
+    yield lambda *kinds, **more: made.append(Chat(*kinds, **more)) or made[-1]
+    for chat in made:
+        chat.end()
+
+
+@pytest.fixture
+def chat(make):
+    return make()
+
+
+@contextlib.contextmanager
+def reads_of(steps):
+    """Have the reads that begin now take so many steps."""
+    part = Engine._part
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_part", lambda *given: replace(part(*given), steps=steps))
+        yield
+
+
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("caching", [False, True])
-def test_in_three_turns_p_computes_what_is_new(kinds, caching):
-    chat = Chat(kinds, p={"caching": caching}, d={"caching": caching})
+def test_in_three_turns_p_computes_what_is_new(make, kinds, caching):
+    chat = make(kinds, p={"caching": caching}, d={"caching": caching})
     left_to_d = 0 if kinds == "full" else 1
     said, params = chat.turn(chat.words(150))
     assert chat.computed == 150 - left_to_d
@@ -124,24 +160,21 @@ def test_in_three_turns_p_computes_what_is_new(kinds, caching):
         assert chat.computed == max(1, len(prompt) - left_to_d - before)
     assert chat.p.counts.loads == 3
     assert chat.d.counted("answers") == {"read": 3}
-    chat.end()
 
 
-def test_without_the_setting_nothing_is_kept_or_read():
-    chat = Chat(d={"turns": False})
+def test_without_the_setting_nothing_is_kept_or_read(make):
+    chat = make(d={"turns": False})
     assert chat.turn(chat.words(100))[1] is None
-    chat.end()
-    chat = Chat(p={"turns": False})
+    chat = make(p={"turns": False})
     said, params = chat.turn(chat.words(100))
     chat.turn(said + chat.words(5), params)
     assert chat.computed == len(said) + 5
     assert chat.p.counts.loads == 0
-    chat.end()
 
 
 @pytest.mark.parametrize("kinds", KINDS)
-def test_another_template(kinds):
-    chat = Chat(kinds)
+def test_another_template(make, kinds):
+    chat = make(kinds)
     prompt = chat.words(300)
     said, params = chat.turn(prompt, answer=150)
     # The template leaves out the reasoning before the answer.
@@ -149,25 +182,16 @@ def test_another_template(kinds):
     chat.turn(other, params)
     if kinds == "full":
         assert chat.computed == len(other) - 300
+        other = [3, *said[1:]]
+        chat.turn(other, params)
+        assert chat.computed == len(other)
     else:
         assert chat.computed == len(other) - 1, "D has neither a state nor a window for another place"
-        assert chat.p.counted("local_prefills") == {"other_prompt": 1}
-    chat.end()
-
-
-def test_a_prompt_that_differs_from_the_first_token_on():
-    chat = Chat()
-    said, params = chat.turn(chat.words(100))
-    other = [3, *said[1:], *chat.words(9)]
-    chat.turn(other, params)
-    assert chat.computed == len(other)
     assert chat.p.counted("local_prefills") == {"other_prompt": 1}
-    chat.end()
 
 
-def test_the_same_prompt_once_more():
+def test_the_same_prompt_once_more(chat):
     """A client may want another answer: then the prompt is shorter than the text that D has."""
-    chat = Chat()
     prompt = chat.words(100)
     said, params = chat.turn(prompt)
     chat.turn(prompt, params)
@@ -175,14 +199,13 @@ def test_the_same_prompt_once_more():
     said, params = chat.turn(said)
     chat.turn(said, params)
     assert chat.computed == 1
-    chat.end()
 
 
 @pytest.mark.parametrize("outcome", ["nothing", "part", "garbage"])
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("recompute", [False, True], ids=["fail", "recompute"])
-def test_a_read_that_fails_is_computed_whatever_the_policy_is(kinds, outcome, recompute):
-    chat = Chat(kinds, p={"recompute": recompute})
+def test_a_read_that_fails_is_computed_whatever_the_policy_is(make, kinds, outcome, recompute):
+    chat = make(kinds, p={"recompute": recompute})
     said, params = chat.turn(chat.words(100))
     chat.p.load_odds = {outcome: 1.0}
     prompt = said + chat.words(20)
@@ -193,26 +216,25 @@ def test_a_read_that_fails_is_computed_whatever_the_policy_is(kinds, outcome, re
     chat.p.load_odds = {"ok": 1.0}
     chat.turn(said + chat.words(20), params)
     assert chat.computed <= 21
-    chat.end()
 
 
-def test_an_answer_whose_time_is_up():
-    chat = Chat()
+def test_an_answer_whose_time_is_up(make, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(lease_table, "time", clock)
+    chat = make()
     said, params = chat.turn(chat.words(100))
-    assert len(chat.d.kvhma.context.leases) == 1
-    for held in chat.d.kvhma.context.leases._held.values():
-        assert held.expires - held.since == pytest.approx(86400)
-        held.expires = held.overdue_since = 0.0
-    chat.d.step()
+    for seconds in (86399, 1, OVERDUE_SECONDS):
+        assert len(chat.d.kvhma.context.leases) == 1
+        clock.pass_by(seconds)
+        chat.d.step()
     chat.turn(said + chat.words(5), params)
     assert chat.computed == len(said) + 5
     assert chat.p.counted("local_prefills") == {"late_reader": 1}
     assert chat.d.counted("answers")["expired"] == 1
-    chat.end()
 
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["", "overlapped"])
-def test_what_was_loaded_and_lacks_a_block_makes_room(overlapped, monkeypatch):
+def test_what_was_loaded_and_lacks_a_block_makes_room(overlapped):
     """vLLM asks for no more of its tokens. Formerly D stalled until the answers expired."""
     for grows in (60, 70, 80, 90):
         chat = Chat("full+sliding", d={"num_blocks": 60, "turns": True, "overlapped": overlapped})
@@ -230,9 +252,7 @@ def test_what_was_loaded_and_lacks_a_block_makes_room(overlapped, monkeypatch):
         for _ in range(6):
             chat.d.step()
         chat.d.add(loaded, words, 4, told)
-        part = Engine._part
-        with monkeypatch.context() as patch:
-            patch.setattr(Engine, "_part", lambda *given, part=part, n=grows: replace(part(*given), steps=n + 10))
+        with reads_of(grows + 10):
             for _ in range(3):
                 chat.d.step()
         for _ in range(grows + 300):
@@ -242,67 +262,54 @@ def test_what_was_loaded_and_lacks_a_block_makes_room(overlapped, monkeypatch):
         assert loaded in chat.d.finished, grows
 
 
-def test_answers_are_read_once():
-    chat = Chat()
+def test_answers_are_read_once(chat):
     said, params = chat.turn(chat.words(100))
     chat.turn(said + chat.words(5), params)
     assert chat.p.counts.loads == 1
     chat.turn(said + chat.words(6), params)
     assert chat.p.counts.loads == 1
     assert chat.p.counted("local_prefills") == {"late_reader": 1}
-    chat.end()
 
 
 @pytest.mark.parametrize(("threshold", "loads"), [(107, 1), (108, 0)])
-def test_few_tokens_are_computed(threshold, loads):
-    chat = Chat(p={"threshold": threshold})
+def test_few_tokens_are_computed(make, threshold, loads):
+    chat = make(p={"threshold": threshold})
     said, params = chat.turn(chat.words(100))
     assert len(said) == 108
     chat.turn(said + chat.words(5), params)
     assert chat.p.counts.loads == loads
     assert chat.d.counted("answers")["read"] == 1, "P releases an answer that it does not need"
-    chat.end()
 
 
-def test_the_threshold_is_of_what_p_lacks():
-    chat = Chat(p={"threshold": 20, "caching": True})
+def test_the_threshold_is_of_what_p_lacks(make):
+    chat = make(p={"threshold": 20, "caching": True})
     said, params = chat.turn(chat.words(160))
     chat.turn(said + chat.words(5), params)
     assert chat.p.counts.loads == 0, "but for seven tokens P had them"
     # P has the state after 160 tokens.
     for threshold, loads in ((17, 1), (18, 0)):
-        chat = Chat("full+state", p={"threshold": threshold, "caching": True})
+        chat = make("full+state", p={"threshold": threshold, "caching": True})
         said, params = chat.turn(chat.words(170))
         chat.turn(said + chat.words(5), params)
         assert chat.p.counts.loads == loads
-        chat.end()
 
 
-def test_samples_keep_nothing():
-    chat = Chat()
+def test_samples_keep_nothing(chat):
     prompt = chat.words(50)
     _, told = chat.prefill(prompt)
     chat.d.add("0_r", prompt, 4, told)
     for _ in range(20):
         chat.d.step()
     assert chat.d.finished["0_r"].kv_transfer_params is None
-    chat.end()
 
 
 @pytest.mark.parametrize("kinds", KINDS)
-def test_a_state_that_is_written_is_nobodys_to_read(kinds):
+def test_a_state_that_is_written_is_nobodys_to_read(make, kinds):
     """With async scheduling a step runs when an answer has ended, and computes the token that ended it."""
-    chat = Chat(kinds, d={"overlapped": True})
-    prompt = chat.words(100)
-    name, told = chat.prefill(prompt)
-    chat.d.add(name, prompt, 64, told, stop=1)
-    while name not in chat.d.finished:
-        chat.d.step()
-    answer, request = chat.d.finished[name], chat.d._requests[name]
-    assert str(answer.finish_reason) == "stop"
+    chat = make(kinds, d={"overlapped": True})
+    request, params = chat.stop_early()
     assert request.num_in_flight_tokens == 1
-    leases = chat.d.kvhma.context.leases
-    tokens = answer.kv_transfer_params["kvhma"]["tokens"]
+    leases, tokens = chat.d.kvhma.context.leases, params["kvhma"]["tokens"]
     if kinds.endswith("state"):
         assert (len(leases), tokens) == (0, request.num_tokens)
         # A reader that asks too early computes.
@@ -313,30 +320,23 @@ def test_a_state_that_is_written_is_nobodys_to_read(kinds):
         assert tokens == request.num_tokens - 1
     assert len(leases) == 1
     said = list(request.all_token_ids)
-    chat.turn(said + chat.words(9), json.loads(json.dumps(answer.kv_transfer_params)))
+    chat.turn(said + chat.words(9), params)
     assert chat.computed == max(1, len(said) + 9 - (kinds != "full") - tokens)
-    chat.end()
 
 
-def test_who_asks_before_a_state_is_written_computes():
-    chat = Chat("full+state", d={"overlapped": True})
-    prompt = chat.words(100)
-    name, told = chat.prefill(prompt)
-    chat.d.add(name, prompt, 64, told, stop=1)
-    while name not in chat.d.finished:
-        chat.d.step()
-    said = list(chat.d._requests[name].all_token_ids)
-    chat.p.add("early", said + chat.words(9), 1, chat.d.finished[name].kv_transfer_params)
+def test_who_asks_before_a_state_is_written_computes(make):
+    chat = make("full+state", d={"overlapped": True})
+    request, params = chat.stop_early()
+    chat.p.add("early", [*request.all_token_ids, *chat.words(9)], 1, params)
     chat.p.step()
     assert chat.p.counted("local_prefills") == {"late_reader": 1}
     for _ in range(3):
         chat.d.step()
-    chat.end()
 
 
 @pytest.mark.parametrize("long", [True, False], ids=["one that waits", "one that runs"])
-def test_answers_go_when_requests_of_d_need_their_blocks(long):
-    chat = Chat(d={"num_blocks": 60})
+def test_answers_go_when_requests_of_d_need_their_blocks(make, long):
+    chat = make(d={"num_blocks": 60})
     chat.d.kvhma.context.leases.max_unread_blocks = None
     kept = [chat.turn(chat.words(90), answer=6) for _ in range(8)]
     assert chat.d.pool.get_num_free_blocks() < 12
@@ -356,13 +356,12 @@ def test_answers_go_when_requests_of_d_need_their_blocks(long):
     said, params = kept[0]
     chat.turn(said + chat.words(5), params)
     assert chat.p.counts.loads == 0
-    chat.end()
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_requests_that_lack_a_seat_cost_no_answers(overlapped):
+def test_requests_that_lack_a_seat_cost_no_answers(make, overlapped):
     """Loaded requests wait for one of `max_num_seqs` seats. Formerly each step evicted answers for them."""
-    chat = Chat(d={"num_blocks": 2000, "overlapped": overlapped})
+    chat = make(d={"num_blocks": 2000, "overlapped": overlapped})
     for _ in range(20):
         chat.turn(chat.words(60))
     told = [(words, *chat.prefill(words)) for words in (chat.words(40) for _ in range(12))]
@@ -375,12 +374,11 @@ def test_requests_that_lack_a_seat_cost_no_answers(overlapped):
     assert chat.d.counted("answers") == {}
     for _, name, _ in told:
         chat.d.abort(name)
-    chat.end()
 
 
-def test_blocks_of_what_was_read_come_before_answers():
+def test_blocks_of_what_was_read_come_before_answers(make):
     """A sleeping engine has not freed them when a request needs blocks."""
-    chat = Chat(d={"num_blocks": 100})
+    chat = make(d={"num_blocks": 100})
     chat.d.kvhma.context.leases.max_unread_blocks = None
     (first, params), _ = (chat.turn(chat.words(300)) for _ in range(2))
     chat.p.add("next", first + chat.words(20), 1, params)
@@ -394,17 +392,14 @@ def test_blocks_of_what_was_read_come_before_answers():
     assert chat.d.counted("answers") == {"read": 1}
     assert str(chat.d.finished["long"].finish_reason) == "length"
     chat.d.pool.free_blocks(others)
-    chat.end()
 
 
-def test_an_answer_that_goes_while_it_is_read_is_not_believed():
-    chat = Chat(p={"recompute": False})
+def test_an_answer_that_goes_while_it_is_read_is_not_believed(make):
+    chat = make(p={"recompute": False})
     said, params = chat.turn(chat.words(100))
     prompt = said + chat.words(10)
     chat.p.add("next", prompt, 1, params)
-    part = Engine._part
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "_part", lambda *given: replace(part(*given), steps=4))
+    with reads_of(4):
         chat.p.step()
     assert chat.p.counts.loads == 1
     ((key, _),) = chat.d.kvhma.context.leases.kept_turns()
@@ -416,33 +411,29 @@ def test_an_answer_that_goes_while_it_is_read_is_not_believed():
     assert computed == len(prompt)
     assert str(chat.p.finished["next"].finish_reason) == "length"
     assert chat.p.counted("local_prefills") == {"failed_read": 1}
-    chat.end()
 
 
 @pytest.mark.parametrize("kinds", KINDS)
-def test_a_client_that_hangs_up_while_p_reads(kinds):
-    chat = Chat(kinds)
+def test_a_client_that_hangs_up_while_p_reads(make, kinds):
+    chat = make(kinds)
     said, params = chat.turn(chat.words(100))
     chat.p.add("next", said + chat.words(10), 1, params)
-    part = Engine._part
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "_part", lambda *given: replace(part(*given), steps=4))
+    with reads_of(4):
         chat.p.step()
     chat.p.abort("next")
     for _ in range(8):
         chat.p.step()
     assert chat.p.idle
-    chat.end()
+
+
+def windows(size):
+    return {"groups": (GroupShape("0", "full", size), GroupShape("1", "sliding", size, 50)), "caching": True}
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(16, 16), (16, 64), (64, 16)])
-def test_windows_with_blocks_of_other_sizes(ours, theirs):
+def test_windows_with_blocks_of_other_sizes(make, ours, theirs):
     """P computes what it could not hand off because its first block of the window is not filled."""
-    sizes = {
-        name: {"groups": (GroupShape("0", "full", size), GroupShape("1", "sliding", size, 50)), "caching": True}
-        for name, size in (("p", ours), ("d", theirs))
-    }
-    chat = Chat("full+sliding", **sizes)
+    chat = make("full+sliding", p=windows(ours), d=windows(theirs))
     said, params = chat.turn(chat.words(300))
     for _ in range(6):
         said, params = chat.turn(said + chat.words(21), params, answer=10)
@@ -451,11 +442,6 @@ def test_windows_with_blocks_of_other_sizes(ours, theirs):
     assert set(told) <= {"short_window"}
     if ours <= theirs:
         assert told == {}
-    chat.end()
-
-
-def windows(size):
-    return {"groups": (GroupShape("0", "full", size), GroupShape("1", "sliding", size, 50)), "caching": True}
 
 
 def another_d_after(length):
@@ -492,9 +478,9 @@ def test_a_window_that_is_not_filled_is_not_handed_over(monkeypatch):
 WRONG = [None, "", 7, -1, 1.5, True, [], {}, "x" * 1000, [1], {"a": 1}, 2**64 - 1, float("inf"), "a\nb"]
 
 
-def test_whatever_a_client_says_of_an_answer_p_computes():
+def test_whatever_a_client_says_of_an_answer_p_computes(make):
     """No value of any key fails a prefill, or makes P read more tokens than the parameters named."""
-    chat = Chat(p={"recompute": False})
+    chat = make(p={"recompute": False})
     said, params = chat.turn(chat.words(100))
     prompt = said + chat.words(10)
     told = [{**params, "kvhma": value} for value in WRONG]
@@ -512,11 +498,9 @@ def test_whatever_a_client_says_of_an_answer_p_computes():
     chat.p.read_from(chat.d)
     chat.turn(prompt, params)
     assert chat.p.counts.loads == 1, "nothing of it has touched the answer"
-    chat.end()
 
 
-def test_an_engine_that_may_not_be_read_from():
-    chat = Chat()
+def test_an_engine_that_may_not_be_read_from(chat):
     settings = chat.p.kvhma.context.settings
     chat.p.kvhma.context.settings = replace(settings, allowed_prefill_engines=())
     said, params = chat.turn(chat.words(100))
@@ -524,4 +508,3 @@ def test_an_engine_that_may_not_be_read_from():
     assert chat.p.counts.loads == 0
     assert chat.p.counted("local_prefills") == {"refused": 1}
     assert chat.p.counted("refused_sources") == {"not_allowed": 1}
-    chat.end()
