@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tickets: D follows a request while P computes it. Both schedulers, their side channel, and steps in every order."""
 
+import contextlib
 import json
 import time
 from dataclasses import replace
@@ -14,7 +15,7 @@ from kvhma._kvhma import text_to_ids
 from kvhma.vllm.holds.offers import OfferState
 from kvhma.vllm.loads.ticket_follower import TicketQuestion
 from kvhma.vllm.metadata import WorkerReport
-from support.schedulers import STEP, blocks, manager, output, request, scheduler, tables
+from support.schedulers import BUSY, STEP, blocks, manager, output, request, scheduler, tables
 from support.waiting import until
 
 TICKET = "0123456789abcdef" * 2
@@ -70,6 +71,10 @@ class Prefill:
             self.computed[name] += count
         return number
 
+    def compute(self, **tokens):
+        """Build a step, and have its results reported."""
+        self.results(self.build(**tokens))
+
     def results(self, number):
         self.scheduler.on_worker_results(
             SimpleNamespace(
@@ -108,10 +113,16 @@ def waits(d, asked):
     return d.matched_tokens(asked, 0) == (None, False)
 
 
-def followed(d, p, name="r"):
-    """Have D follow P's request; return D's request, which has blocks."""
+def added(d, p, name="r"):
+    """Have D add a request with P's ticket; return it."""
     asked = request(name, N, params=p.params_of_d())
     d.on_request_added(asked)
+    return asked
+
+
+def followed(d, p, name="r"):
+    """Have D follow P's request; return D's request, which has blocks."""
+    asked = added(d, p, name)
     until(lambda: not waits(d, asked))
     assert d.matched_tokens(asked, 0) == (N, True)
     d.on_blocks_allocated(asked, blocks(d), N)
@@ -134,6 +145,23 @@ def piece_of(d):
 def read(d, name="r", lost=""):
     report = WorkerReport(pieces={name: 1}, lost_pieces={name: lost} if lost else {})
     d.on_worker_results(SimpleNamespace(finished_recving=set(), failed_recving=set(), kv_connector_worker_meta=report))
+
+
+def read_piece(d, lost=""):
+    """Have the workers read the next piece; return it."""
+    load = piece_of(d)
+    assert load.piece
+    read(d, lost=lost)
+    return load
+
+
+def read_to_the_end(d):
+    """Have the workers read all that D orders; return the last load, and which entries each piece before it filled."""
+    pieces = []
+    while (load := piece_of(d)).piece:  # D may receive the last step before the end
+        pieces.append(entries(load)[0])
+        read(d)
+    return load, pieces
 
 
 def follower_of(d, name="r"):
@@ -168,13 +196,9 @@ def test_pieces_come_as_steps_are_settled_and_the_rest_at_the_end(p, d):
     load = piece_of(d)
     assert (load.num_tokens, entries(load)) == (128, (range(4, 8), False))
     read(d)
-    p.results(p.build(at_p=32))
+    p.compute(at_p=32)
     params = p.finish(at_p)
-    load = piece_of(d)
-    if load.piece:  # D may receive the last step before the end
-        read(d)
-        load = piece_of(d)
-    assert not load.piece
+    load, _ = read_to_the_end(d)
     assert entries(load)[0].stop == 10
     assert entries(load)[1]
     assert load.remote.lease_key.request_id == "at p"
@@ -195,7 +219,7 @@ def test_without_a_ticket_the_parameters_are_what_they_were(p):
 def test_a_preemption_has_all_read_again(p, d, when):
     at_p = p.add()
     followed(d, p)
-    p.results(p.build(at_p=96))
+    p.compute(at_p=96)
     piece_of(d)
     if when != "while it reads":
         read(d)
@@ -203,29 +227,25 @@ def test_a_preemption_has_all_read_again(p, d, when):
     p.manager.tables["at p"] = tables(p.scheduler, start=300)
     if when == "while it reads":
         read(d)
-    p.results(p.build(at_p=160))
+    p.compute(at_p=160)
     if when != "after the last announcement":
-        load = piece_of(d)
-        assert (load.piece, entries(load)[0], load.remote.spans[0].ids[0]) == (True, range(10), 300)
-        read(d)
+        load = read_piece(d)
+        assert (entries(load)[0], load.remote.spans[0].ids[0]) == (range(10), 300)
     p.finish(at_p)
-    load = piece_of(d)
-    if load.piece:
-        assert entries(load)[0] == range(10)
-        read(d)
-        load = piece_of(d)
+    load, pieces = read_to_the_end(d)
+    assert pieces in ([], [range(10)])
+    if pieces:
         assert entries(load)[0] == range(10, 10)
-    assert not load.piece
 
 
 def test_what_a_preemption_was_not_told_of_is_read_again(p, d):
     """D may miss every answer between a preemption and the end: the parameters have the epoch."""
     at_p = p.add()
     followed(d, p)
-    p.results(p.build(at_p=96))
+    p.compute(at_p=96)
     piece_of(d)
     p.build(preempted=["at p"])  # the same blocks again; D has read the overwritten bytes
-    p.results(p.build(at_p=160))
+    p.compute(at_p=160)
     p.finish(at_p)
     until(lambda: follower_of(d).is_over)
     read(d)
@@ -237,11 +257,10 @@ def test_what_a_preemption_was_not_told_of_is_read_again(p, d):
 def test_a_block_that_was_copied_elsewhere_begins_an_epoch(p, d):
     p.add()
     followed(d, p)
-    p.results(p.build(at_p=64))
-    piece_of(d)
-    read(d)
+    p.compute(at_p=64)
+    read_piece(d)
     p.manager.tables["at p"][0][2] = 77
-    p.results(p.build(at_p=64))
+    p.compute(at_p=64)
     load = piece_of(d)
     assert entries(load)[0] == range(8)
     assert list(load.remote.spans[0].ids)[2] == 77
@@ -251,8 +270,7 @@ def test_a_hit_goes_at_once_but_for_what_the_same_step_computes(p, d):
     """Blocks are hits as soon as they are allocated; another request of this step, or the last one, may fill them."""
     p.add()
     followed(d, p)
-    before = p.build()
-    p.results(before)
+    p.compute()
     p.build(at_p=16, hits={"at p": 96})
     load = piece_of(d)
     assert (load.num_tokens, entries(load)[0]) == (96, range(6))
@@ -263,11 +281,9 @@ def test_a_hit_on_blocks_of_the_same_step_waits_for_it(p, d):
     followed(d, p)
     p.add("other", ticket="f" * 32)
     p.manager.tables["other"] = [list(row) for row in p.manager.tables["at p"]]
-    p.results(p.build(other=32))
+    p.compute(other=32)
     number = p.build(at_p=16, other=16, hits={"at p": 96})
-    load = piece_of(d)
-    assert load.num_tokens == 32, "what the other request computes now is not there yet"
-    read(d)
+    assert read_piece(d).num_tokens == 32, "what the other request computes now is not there yet"
     p.results(number)
     assert piece_of(d).num_tokens == 112
 
@@ -284,8 +300,8 @@ def test_a_hit_on_blocks_of_the_step_before_waits_for_that(p, d):
 
 
 def test_d_may_come_first(p, d):
-    asked = request("r", N, params=p.params_of_d())
-    d.on_request_added(asked)
+    """A ticket that P does not know yet is waited for."""
+    asked = added(d, p)
     assert waits(d, asked)
     until(lambda: follower_of(d).question)
     assert waits(d, asked)
@@ -295,10 +311,9 @@ def test_d_may_come_first(p, d):
 
 def test_d_may_come_when_p_has_finished(p, d):
     at_p = p.add()
-    p.results(p.build(at_p=160))
+    p.compute(at_p=160)
     p.finish(at_p)
-    asked = request("r", N, params=p.params_of_d())
-    d.on_request_added(asked)
+    asked = added(d, p)
     until(lambda: not waits(d, asked))
     d.on_blocks_allocated(asked, blocks(d), N)
     load = piece_of(d)
@@ -318,7 +333,7 @@ def test_d_that_gives_up_is_told_of_to_p(p, d):
     at_p = p.add()
     asked = followed(d, p)
     asked.status.name = "FINISHED_ABORTED"
-    p.results(p.build(at_p=96))
+    p.compute(at_p=96)
     piece_of(d)
     d.on_request_finished(asked, tables(d))
     nothing_comes(d)
@@ -334,38 +349,28 @@ def test_d_that_gives_up_is_told_of_to_p(p, d):
 def test_a_lost_piece_is_read_at_the_end(p, d):
     at_p = p.add()
     followed(d, p)
-    p.results(p.build(at_p=64))
-    piece_of(d)
-    read(d)
-    p.results(p.build(at_p=64))
-    piece_of(d)
-    read(d, lost="the connection broke")
-    p.results(p.build(at_p=32))
+    p.compute(at_p=64)
+    read_piece(d)
+    p.compute(at_p=64)
+    read_piece(d, lost="the connection broke")
+    p.compute(at_p=32)
     nothing_comes(d)
     p.finish(at_p)
     load = piece_of(d)
     assert (load.piece, entries(load)[0]) == (False, range(4, 10))
 
 
-def test_another_prompt_is_computed_here(p, d):
-    p.add(tokens=N)
+@pytest.mark.parametrize("recompute", [True, False])
+def test_another_prompt_is_computed_or_fails(p, d, recompute):
+    d.context.engine = replace(d.context.engine, recompute=recompute)
+    p.add()
     asked = request("r", N, params=p.params_of_d())
     asked._all_token_ids[3] = 99
     d.on_request_added(asked)
     until(lambda: not waits(d, asked))
-    assert d.matched_tokens(asked, 0) == (0, False)
-
-
-def test_another_prompt_fails_where_policy_says_so(p, d):
-    d.context.engine = replace(d.context.engine, recompute=False)
-    p.add(tokens=N)
-    asked = request("r", N, params=p.params_of_d())
-    asked._all_token_ids[3] = 99
-    d.on_request_added(asked)
-    until(lambda: not waits(d, asked))
-    assert d.matched_tokens(asked, 0) == (1, True)
-    d.on_blocks_allocated(asked, blocks(d), 1)
-    assert d.on_step(STEP).refusals["r"].cause == "other_prompt"
+    assert d.matched_tokens(asked, 0) == ((0, False) if recompute else (1, True))
+    d.on_blocks_allocated(asked, blocks(d), 0 if recompute else 1)
+    assert [failure.cause for failure in d.on_step(STEP).refusals.values()] == ["other_prompt"] * (not recompute)
 
 
 @pytest.mark.parametrize("first", ["p", "d"])
@@ -376,7 +381,7 @@ def test_a_followed_request_that_is_not_read_is_given_up(p, d, why, first):
     if why == "too short":
         d.context.engine = replace(d.context.engine, backoff=N, recompute=False)
     table = p.scheduler.prefill.settling.tickets
-    at_p = p.add(tokens=N) if first == "p" else None
+    at_p = p.add() if first == "p" else None
     asked = request("r", 1 if why == "rejected" else N, params=p.params_of_d())
     asked.abort_immediately = why == "rejected"
     asked.get_skip_reading_prefix_cache = lambda: why == "computed"
@@ -390,19 +395,18 @@ def test_a_followed_request_that_is_not_read_is_given_up(p, d, why, first):
     until(
         lambda: table.offer(ticket).state is OfferState.ENDED if at_p is not None else ticket in table._cancelled_early
     )
-    p.finish(at_p or p.add(tokens=N))
+    p.finish(at_p or p.add())
     assert len(p.scheduler.context.leases) == 0, "it was kept for the whole lease"
 
 
 def test_followers_take_a_share_of_the_blocks_only(p, d):
     d.context.manager = SimpleNamespace(block_pool=SimpleNamespace(num_gpu_blocks=21))
     at_p = p.add()
-    asked = request("r", N, params=p.params_of_d())
-    d.on_request_added(asked)
+    asked = added(d, p)
     assert waits(d, asked)
     until(lambda: follower_of(d).source)
     assert waits(d, asked), "it would take 21 blocks of 20"
-    p.results(p.build(at_p=160))
+    p.compute(at_p=160)
     p.finish(at_p)
     until(lambda: not waits(d, asked))
     d.on_blocks_allocated(asked, blocks(d), N)
@@ -411,9 +415,7 @@ def test_followers_take_a_share_of_the_blocks_only(p, d):
 
 def test_samples_read_at_the_end(p, d):
     at_p = p.add()
-    both = [request(name, N, params=p.params_of_d()) for name in ("0_r", "1_r")]
-    for asked in both:
-        d.on_request_added(asked)
+    both = [added(d, p, name) for name in ("0_r", "1_r")]
     assert all(waits(d, asked) for asked in both)
     until(lambda: all(follower_of(d, name).source for name in ("0_r", "1_r")))
     assert all(waits(d, asked) for asked in both)
@@ -444,70 +446,48 @@ def test_names_of_blocks_are_those_that_were_not_told(p, d):
     p.add()
     followed(d, p)
     table = p.scheduler.prefill.settling.tickets
-    p.results(p.build(at_p=64))
+    p.compute(at_p=64)
     piece_of(d)
-    (follower,) = d.decode._following._followers._followers
-    until(lambda: follower.tokens == 64)
-    question = TicketQuestion([follower]).message(5.0)
-    p.results(p.build(at_p=64))
+    question = TicketQuestion([follower_of(d)]).message(5.0)
+    p.compute(at_p=64)
     (told,) = table.progress(question).blocks
     assert (told.first, text_to_ids(told.ids, 99).tolist()) == (4, tables(d)[0][4:8])
 
 
-class Waits:
-    """The event with which D's scheduler waits for progress."""
-
-    def __init__(self, event):
-        self.event = event
-        self.seconds = []
-
-    def wait(self, seconds):
-        self.seconds.append(seconds)
-        return self.event.wait(seconds)
-
-    def set(self):
-        self.event.set()
-
-    def clear(self):
-        self.event.clear()
-
-
-def test_with_nothing_to_compute_d_waits_for_news(p, d):
+def test_with_nothing_to_compute_d_waits_for_news(p, d, monkeypatch):
     """An engine that only schedules again takes two cores, which may be those P computes with."""
-    followers = d.decode._following._followers
-    waits = followers.progressed = Waits(followers.progressed)
-    busy = SimpleNamespace(num_scheduled_tokens={"other": 1}, total_num_scheduled_tokens=1)
-    for step in (STEP, STEP, STEP, busy):
-        d.on_step(step)
+    event, waits = d.decode._following._followers.progressed, []
+    wait = event.wait
+    monkeypatch.setattr(event, "wait", lambda seconds: (waits.append(seconds), wait(seconds))[1])
+
+    def waited_in(*steps):
+        waits.clear()
+        for step in steps:
+            d.on_step(step)
+        return bool(waits)
+
+    assert not waited_in(STEP, STEP, STEP, BUSY)
     at_p = p.add()
     followed(d, p)
-    for step in (STEP, STEP, busy, STEP, STEP):
-        d.on_step(step)
-    assert waits.seconds == []  # with asynchronous scheduling a busy one's results may not be back before the third
-    d.on_step(STEP)
-    assert waits.seconds != []
-    waits.seconds.clear()
-    p.results(p.build(at_p=64))
+    # With asynchronous scheduling the results of a busy step may not be back before the third step after it.
+    assert not waited_in(STEP, STEP, BUSY, STEP, STEP)
+    assert waited_in(STEP)
+    p.compute(at_p=64)
+    waits.clear()
     assert piece_of(d).piece  # the progress event wakes it up
-    assert waits.seconds
-    assert max(waits.seconds) < 0.01
-    waits.seconds.clear()
-    for _ in range(5):
-        d.on_step(STEP)
-    assert waits.seconds == []  # the worker waits for the piece
+    assert waits
+    assert max(waits) < 0.01
+    assert not waited_in(*[STEP] * 5), "the worker waits for the piece"
     read(d)
     d.decode.refuse_request(request("another", N), "which is reported with the next step")
-    for _ in range(5):
-        d.on_step(STEP)
-    assert waits.seconds == []
+    assert not waited_in(*[STEP] * 5)
     p.finish(at_p)
     assert not piece_of(d).piece
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_data_parallel_engines_do_not_wait_for_news(p, waits):
-    d = scheduler(ranks=1, piece_tokens=16, may_wait=waits)
-    try:
+    with contextlib.closing(scheduler(ranks=1, piece_tokens=16, may_wait=waits)) as d:
         p.add()
         followed(d, p)
         news = d.decode._following._followers.progressed
@@ -515,5 +495,3 @@ def test_data_parallel_engines_do_not_wait_for_news(p, waits):
         for _ in range(5):
             d.on_step(STEP)
         assert news.is_set() is not waits
-    finally:
-        d.close()

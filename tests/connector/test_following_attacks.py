@@ -20,7 +20,6 @@ from connector.test_following import (  # noqa: F401
     p,
     piece_of,
     read,
-    waits,
 )
 from kvhma.vllm.holds.offers import OfferState
 from kvhma.vllm.loads import ticket_follower
@@ -209,14 +208,3 @@ def test_p_that_has_begun_anew_ends_what_it_had_said(p, d):  # noqa: F811
         assert "no longer knows the ticket" in refusals["r"].text
     finally:
         again.close()
-
-
-def test_a_ticket_that_was_never_known_is_waited_for(p, d):  # noqa: F811
-    asked = request("r", N, params=p.params_of_d())
-    d.on_request_added(asked)
-    assert waits(d, asked)
-    until(lambda: follower_of(d).question)
-    assert waits(d, asked)
-    p.add()
-    until(lambda: not waits(d, asked))
-    assert tables(d)
