@@ -19,7 +19,6 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 pytest.importorskip("torch")
 
-from connector.test_worker import DIGEST, PAGE, PAGES, Decode, Prefill, counted, load
 from kvhma.errors import TransferError
 from kvhma.nixl import PreparedRead
 from kvhma.vllm.config.identity import encode_extra
@@ -37,6 +36,7 @@ from support.engines.engine import free_port
 from support.identity import IDENTITY
 from support.leases import Clock
 from support.waiting import HANG_SECONDS, until
+from support.workers import DIGEST, PAGE, PAGES, Decode, Prefill, counted, load
 
 ROOM = BOARD_BYTES // MARK_BYTES - 2
 FIRST = 2 * MARK_BYTES

@@ -38,7 +38,6 @@ from support.flat import flat_geometry
 from support.leases import ended
 from support.waiting import until
 from support.workers import (
-    DIGEST,
     PAGE,
     PAGES,
     Decode,
@@ -51,8 +50,6 @@ from support.workers import (
     params,
     threads_of,
 )
-
-__all__ = ["DIGEST", "PAGE", "PAGES", "Decode", "Prefill", "counted", "load"]  # test_lease_boards takes them from here
 
 
 @pytest.fixture
