@@ -123,7 +123,7 @@ def test_the_share_of_followers_is_given_back(p, d):  # noqa: F811
     for end in ("finished", "aborted", "cancelled"):
         at_p, asked = p.add(ticket=TICKET), followed(d, p, name="r")
         assert d.decode._following._blocks_taken == 21
-        if end == "given up":
+        if end == "cancelled":
             asked.status.name = "FINISHED_ABORTED"
             d.on_request_finished(asked, tables(d))
             d.on_step(STEP)
