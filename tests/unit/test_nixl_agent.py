@@ -133,6 +133,15 @@ def test_connecting_warms_up_without_notifications(world):
     assert world.peer.geometry == world.p_geometry
 
 
+def test_a_caller_may_read_before_the_warm_up(world):
+    """For example to check whose memory it is."""
+    world.p_nixl.inbox.clear()
+    peer = world.d.connect(world.p.handshake_payload(world.p_geometry, b"anew"), warm_up=False)
+    assert ("transfer" in world.d_nixl.calls, world.p_nixl.inbox) == (False, [])
+    world.d.warm_up(peer)
+    assert (world.d_nixl.calls["transfer"], world.p_nixl.inbox) == (1, [("D", WARM_UP)])
+
+
 def test_the_same_payload_is_the_same_peer(world):
     payload = world.p.handshake_payload(world.p_geometry, b"clock")
     peer = world.d.connect(payload)

@@ -190,7 +190,9 @@ class Agent:
                 scratch = Geometry(regions=(remote._scratch.host,), groups=(), layers=())
                 local.disconnect(local.connect(remote.handshake_payload(scratch)))
 
-    def connect(self, payload: bytes, *, expect: str | None = None, timeout: float = 10.0) -> Peer:
+    def connect(
+        self, payload: bytes, *, expect: str | None = None, timeout: float = 10.0, warm_up: bool = True
+    ) -> Peer:
         """Connect to the sender of a handshake payload, and warm up the connection.
 
         The same payload again returns the same peer. Another payload with the same name, as after a restart, replaces
@@ -200,6 +202,8 @@ class Agent:
             payload: the result of the peer's :meth:`handshake_payload`; any bytes are safe.
             expect: the only accepted name. Pass it if you know it; otherwise a peer can replace another peer.
             timeout: seconds to wait for transfers from a replaced peer, and again for the peer to answer.
+            warm_up: whether to read from a new peer. If not, call :meth:`warm_up` later, for example after a check of
+                what a first read of the caller's found.
 
         Raises:
             HandshakeError: not a handshake payload, or one that NIXL refuses or that contradicts itself.
@@ -224,12 +228,23 @@ class Agent:
                 if known.gone is None and remote == known.payload:
                     return known
             self.disconnect(known, timeout)
-        self._warm_up(peer, timeout)
+        if warm_up:
+            self.warm_up(peer, timeout)
         return peer
 
-    def _warm_up(self, peer: Peer, timeout: float) -> None:
+    def warm_up(self, peer: Peer, timeout: float = 10.0) -> None:
+        """Read a few bytes of a peer's caches, so that no later transfer waits until the connection is set up.
+
+        Args:
+            peer: the result of :meth:`connect` without `warm_up`.
+            timeout: seconds to wait for the peer to answer.
+
+        Raises:
+            PeerLostError: the peer is gone.
+            TransferError: the peer does not answer, or its memory cannot be read. It was disconnected, or is unusable.
+        """
         # Adding an agent and sending it a notification only start to connect. The next transfer would wait for the
-        # connection, for tens of milliseconds. So read a few bytes here and wait for them.
+        # connection, for tens of milliseconds.
         rows = self._scratch.for_read(peer)
         if rows is None:
             self.notify(peer, WARM_UP)
