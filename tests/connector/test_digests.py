@@ -37,8 +37,9 @@ from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey, PrefillParams
 from kvhma.vllm.wire.proofs import new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.worker import KvhmaWorker
+from support.boards import board_of
 from support.engines.engine import free_port
-from support.identity import EXTRA, IDENTITY
+from support.identity import IDENTITY
 from support.pairs import heads, latent, rank, state
 from support.schedulers import STEP, manager, request
 from support.waiting import until
@@ -65,9 +66,12 @@ class Rank:
         self.private, public = new_agent_key()
         self.agent = Agent(f"digests{next(NAMES)}-{key_hash(public)}", public_key=public)
         self.agent.register(self.geometry)
-        self.hello = LocalWorkerIdentity(self.agent.handshake_payload(self.geometry, EXTRA), self.private)
+        self.board, extra = board_of(self.agent, public)
+        self.hello = LocalWorkerIdentity(self.agent.handshake_payload(self.geometry, extra), self.private)
         check_digests(settings, self.geometry, 1)
-        context = WorkerContext(settings, Secrets(), "d", IDENTITY, self.geometry, self.agent, rank=index)
+        context = WorkerContext(
+            settings, Secrets(), "d", IDENTITY, self.geometry, self.agent, rank=index, board=self.board
+        )
         self.worker = KvhmaWorker(context, DeviceMemory(self.geometry, {}))
         self.worker.be_ready()
 

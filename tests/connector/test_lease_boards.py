@@ -21,7 +21,6 @@ pytest.importorskip("torch")
 
 from kvhma.errors import TransferError
 from kvhma.nixl import PreparedRead
-from kvhma.vllm.config.identity import encode_extra
 from kvhma.vllm.holds import lease_table
 from kvhma.vllm.holds.lease_boards import LeaseBoards
 from kvhma.vllm.holds.lease_table import LeaseTable
@@ -29,17 +28,16 @@ from kvhma.vllm.metadata import StepMetadata, WorkerReport
 from kvhma.vllm.peers import board_reader
 from kvhma.vllm.peers.board_reader import BoardMemory
 from kvhma.vllm.peers.client import Client
-from kvhma.vllm.wire.lease_board import BOARD_BYTES, MARK_BYTES, OPENED, BoardFile, LeaseBoard, mark_of
+from kvhma.vllm.wire.lease_board import BOARD_BYTES, MARK_BYTES, OPENED, OWNER_BYTES, BoardFile, LeaseBoard, mark_of
 from kvhma.vllm.wire.messages import Finish, Outcome, Renew
-from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey
-from support.engines.engine import free_port
-from support.identity import IDENTITY
+from kvhma.vllm.wire.params import LeaseClaim, LeaseKey
 from support.leases import Clock
 from support.waiting import HANG_SECONDS, until
 from support.workers import DIGEST, PAGE, PAGES, Decode, Prefill, counted, load
 
-ROOM = BOARD_BYTES // MARK_BYTES - 2
-FIRST = 2 * MARK_BYTES
+FIRST = OWNER_BYTES + MARK_BYTES
+ROOM = (BOARD_BYTES - FIRST) // MARK_BYTES
+KEY = b"k" * 32
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +50,7 @@ def patient(request, monkeypatch):
 
 @pytest.fixture
 def board():
-    made = LeaseBoard()
+    made = LeaseBoard(KEY)
     yield made
     made.close()
 
@@ -72,8 +70,8 @@ def marks_on(board):
 WORKER = """
 import sys
 from kvhma.vllm.wire.lease_board import LeaseBoard
-board = LeaseBoard()
-print(board.file.path, board.file.cookie.hex(), flush=True)
+board = LeaseBoard(b"k" * 32)
+print(board.file.path, board.file.owner.hex(), flush=True)
 for _ in sys.stdin:
     print(board._bytes.tobytes().hex(), flush=True)
 """
@@ -83,8 +81,8 @@ def test_a_worker_in_another_process_has_the_marks_in_its_memory():
     with subprocess.Popen(
         [sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as worker:
-        path, cookie = worker.stdout.readline().split()
-        boards = LeaseBoards([BoardFile(path, bytes.fromhex(cookie))])
+        path, owner = worker.stdout.readline().split()
+        boards = LeaseBoards([BoardFile(path, bytes.fromhex(owner))])
         place = boards.show_mark(b"m" * MARK_BYTES)
 
         def seen():
@@ -92,7 +90,7 @@ def test_a_worker_in_another_process_has_the_marks_in_its_memory():
             worker.stdin.flush()
             return bytes.fromhex(worker.stdout.readline())
 
-        assert seen()[MARK_BYTES:].startswith(OPENED)
+        assert seen()[OWNER_BYTES:].startswith(OPENED)
         assert b"m" * MARK_BYTES in seen()
         boards.hide_mark(place)
         assert seen()[FIRST:] == bytes(BOARD_BYTES - FIRST)
@@ -107,18 +105,18 @@ def test_a_worker_elsewhere_has_no_board(board, tmp_path, what):
     other.write_bytes(b"x" * (BOARD_BYTES if what == "another file" else 5))
     os.mkfifo(pipe)
     files = {
-        "no such file": BoardFile(str(tmp_path / "none"), board.file.cookie),
-        "another file": BoardFile(str(other), board.file.cookie),
-        "a short file": BoardFile(str(other), b"x" * MARK_BYTES),
-        "a device": BoardFile("/dev/zero", bytes(MARK_BYTES)),
-        "a pipe": BoardFile(str(pipe), bytes(MARK_BYTES)),
+        "no such file": BoardFile(str(tmp_path / "none"), board.file.owner),
+        "another file": BoardFile(str(other), board.file.owner),
+        "a short file": BoardFile(str(other), b"x" * OWNER_BYTES),
+        "a device": BoardFile("/dev/zero", bytes(OWNER_BYTES)),
+        "a pipe": BoardFile(str(pipe), bytes(OWNER_BYTES)),
     }
     before = other.read_bytes()
     boards = LeaseBoards([files[what]])
     assert boards.show_mark(b"m" * MARK_BYTES) is None
     boards.hide_mark(None)
     assert other.read_bytes() == before
-    assert bytes_of(board) == board.file.cookie + bytes(BOARD_BYTES - MARK_BYTES), "never opened"
+    assert bytes_of(board) == board.file.owner + bytes(BOARD_BYTES - OWNER_BYTES), "never opened"
     both = LeaseBoards([files[what], board.file])
     assert both.show_mark(b"m" * MARK_BYTES) is not None
     assert marks_on(board) == {b"m" * MARK_BYTES}
@@ -132,7 +130,7 @@ def test_a_board_is_opened_again(board):
 
 
 def test_a_board_is_closed_once():
-    board = LeaseBoard()
+    board = LeaseBoard(KEY)
     board.close()
     number = os.open("/dev/null", os.O_RDONLY)  # which may reuse its number
     board.close()
@@ -211,7 +209,7 @@ def test_other_boards_show_what_is_kept_from_then_on(board):
     table.show_on_boards(LeaseBoards([board.file]))
     old = LeaseKey("old", 1)
     table.hold(old, DIGEST, [1])
-    second = LeaseBoard()
+    second = LeaseBoard(KEY)
     table.show_on_boards(LeaseBoards([second.file]))
     assert (marks_on(board), marks_on(second)) == (set(), set())
     table.hold(LeaseKey("new", 2), DIGEST, [2])
@@ -231,11 +229,17 @@ def test_a_load_that_one_rank_saw_is_told_of():
 
 
 @pytest.fixture
-def p(board):
-    made = Prefill(Address("127.0.0.1", free_port()), board=board)
-    made.leases.show_on_boards(LeaseBoards([board.file]))
+def unopened():
+    """P whose scheduler cannot reach its worker's board."""
+    made = Prefill()
     yield made
     made.close()
+
+
+@pytest.fixture
+def p(unopened):
+    unopened.leases.show_on_boards(LeaseBoards([unopened.board.file]))
+    return unopened
 
 
 @pytest.fixture
@@ -292,14 +296,6 @@ def test_what_the_board_shows_is_not_asked(p, d, asked, at_once):
     assert np.array_equal(d.pages([5, 6, 9]), p.memory.reshape(PAGES, PAGE)[[2, 3, 9]])
 
 
-def test_p_without_a_board_is_asked(d, asked):
-    p = Prefill(Address("127.0.0.1", free_port()))
-    assert not is_verified(d, p)
-    assert asked == [1]
-    assert counted(d, "load_seconds", 1).data["lease_checks"] == {"question": 1}
-    p.close()
-
-
 def has_all_places(d):
     """Whether all memory for boards is free; memory that is still read is released afterwards."""
     boards = d.worker._engines._boards
@@ -308,19 +304,18 @@ def has_all_places(d):
     return len(boards._free) + len(boards._to_close) == 16
 
 
-def test_a_board_that_nobody_opened_is_read_once(board, d, asked, monkeypatch):
-    """P's scheduler cannot reach its worker's memory: its content proves nothing."""
-    p = Prefill(Address("127.0.0.1", free_port()), board=board)
-    reads = []
+def test_a_board_that_nobody_opened_is_read_once(unopened, d, asked, monkeypatch):
+    """P's scheduler cannot reach its worker's memory: no mark there proves anything, and P is asked."""
+    p, reads = unopened, []
     post = PreparedRead.post
     monkeypatch.setattr(PreparedRead, "post", lambda *a: (reads.append(a), post(*a))[1])
     for name in ("a", "b", "c"):
         remote = p.remote(name, [2])
-        board._bytes[FIRST : FIRST + MARK_BYTES] = np.frombuffer(mark_of(remote.lease_key, DIGEST), np.uint8)
+        p.board._bytes[FIRST : FIRST + MARK_BYTES] = np.frombuffer(mark_of(remote.lease_key, DIGEST), np.uint8)
         assert not is_verified(d, p, name, remote)
     assert (len(reads), asked) == (1, [1, 1, 1])
+    assert counted(d, "load_seconds", 3).data["lease_checks"] == {"question": 3}
     assert has_all_places(d)
-    p.close()
 
 
 @pytest.mark.parametrize(
@@ -358,20 +353,6 @@ def test_digests_are_asked_for(p, d, asked):
     assert d.worker.collect(idle=False)[1].verified_by_board == set()
 
 
-def test_an_address_where_p_has_no_board(d, asked):
-    """P names a wrong address: D reads nothing there, asks P, and no handshake fails for it."""
-    liar = LeaseBoard()
-    p = Prefill(Address("127.0.0.1", free_port()), board=liar)
-    extra = encode_extra(IDENTITY, vllm="0.32.0", board=liar.region.base + (1 << 40))
-    p.listener.close()
-    p.hellos[0, 0] = (p.agent.handshake_payload(p.geometry, extra), p.hellos[0, 0][1])
-    p.listen()
-    assert not is_verified(d, p)
-    assert asked == [1]
-    p.close()
-    liar.close()
-
-
 def looked_at(d, p):
     """The reader of P's board that a load has made."""
     d.start(first=(p.remote("first", [1]), [1]))
@@ -385,7 +366,7 @@ def test_a_board_that_is_lost_with_p_says_nothing(p, d):
     board = looked_at(d, p)
     shown_at, shown = board.look(now := time.monotonic())
     assert shown_at > now
-    assert shown[MARK_BYTES:].startswith(OPENED)
+    assert shown[OWNER_BYTES:].startswith(OPENED)
     d.worker._agent.disconnect(board._read.peer)
     assert board.look(time.monotonic()) == (math.inf, b"")
     board.close()
@@ -397,17 +378,15 @@ def test_a_board_that_is_lost_with_p_says_nothing(p, d):
 @pytest.fixture
 def second(d, monkeypatch):
     """A second worker, which D counts as a worker of the same engine."""
-    board = LeaseBoard()
-    made = Prefill(Address("127.0.0.1", free_port()), board=board)
+    made = Prefill()
     boards_of = d.worker._engines._boards_of
 
     def of_both(peers):
         return boards_of([None, *peers, d.worker._agent.connect(made.hellos[0, 0][0])])
 
     monkeypatch.setattr(d.worker._engines, "_boards_of", of_both)
-    yield SimpleNamespace(leases=made.leases, board=board)
+    yield made
     made.close()
-    board.close()
 
 
 def test_a_board_speaks_for_its_own_worker_only(p, d, asked, second):
@@ -476,7 +455,7 @@ class SlowRead:
         return self
 
     def end(self, content=b""):
-        ctypes.memmove(self.address + MARK_BYTES, OPENED + content, MARK_BYTES + len(content))
+        ctypes.memmove(self.address + OWNER_BYTES, OPENED + content, MARK_BYTES + len(content))
         self.finished = True
 
     def wait(self, seconds):
@@ -511,7 +490,7 @@ class SlowAgent:
 def slow_board():
     """A reader of a board, and its read."""
     agent = SlowAgent()
-    return agent.memory.reader(None, 4096), agent.reads[0]
+    return agent.memory.reader(None, 1), agent.reads[0]
 
 
 @pytest.fixture
@@ -573,7 +552,7 @@ def test_a_board_that_does_not_answer_keeps_later_loads_no_time(clock):
 def test_a_place_that_may_still_be_written_to_is_not_given_back():
     agent = SlowAgent()
     memory = agent.memory
-    readers = [memory.reader(None, 4096) for _ in range(17)]
+    readers = [memory.reader(None, 1) for _ in range(17)]
     assert agent.registered == 2
     readers[0].look(time.monotonic())
     for reader in readers:
@@ -581,10 +560,10 @@ def test_a_place_that_may_still_be_written_to_is_not_given_back():
         reader.close()
     assert [read.released for read in agent.reads] == [0] + [1] * 16
     assert readers[0]._place not in memory._free
-    memory.reader(None, 4096).close()
+    memory.reader(None, 1).close()
     assert readers[0]._place is not None, "it is read still"
     agent.reads[0].end()
-    memory.reader(None, 4096).close()
+    memory.reader(None, 1).close()
     assert agent.reads[0].released == 1, "no second close"
     readers[0].close()
     assert sorted(memory._free) == list(range(32))

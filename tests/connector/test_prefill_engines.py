@@ -35,12 +35,14 @@ from kvhma.vllm.peers.server import Listener, LocalEngine
 from kvhma.vllm.peers.worker_context import WorkerContext
 from kvhma.vllm.peers.worker_identity import IdentityBudget
 from kvhma.vllm.wire import peer_log
+from kvhma.vllm.wire.lease_board import LeaseBoard
 from kvhma.vllm.wire.params import Address, Incarnation, LeaseClaim, LeaseKey
 from kvhma.vllm.wire.proofs import new_agent_key, sign_identity
 from kvhma.vllm.wire.secrets import Secrets
+from support.boards import board_of, names_place
 from support.counted import Counted
 from support.engines.engine import free_port
-from support.fake_nixl import FakeNet, FakeNixl
+from support.fake_nixl import ERRORS, FakeNet, FakeNixl
 from support.flat import flat_geometry, labelled
 from support.identity import EXTRA, IDENTITY
 from support.waiting import until
@@ -62,11 +64,14 @@ class World:
         context = WorkerContext(read, secrets, "d", identity, self.geometry, self.agent)
         self.engines = PrefillEngines(context, self.counted)
         self.listeners: list[Listener] = []
+        self.boards: list[LeaseBoard] = []
 
     def close(self) -> None:
         self.engines.close()
         for listener in self.listeners:
             listener.close()
+        for board in self.boards:
+            board.close()
 
     def make_agent(self, name: str, public_key: bytes = b"") -> Agent:
         agent = Agent(name, nixl=FakeNixl(name, self.net), public_key=public_key)
@@ -80,6 +85,8 @@ class World:
         fake = self.net.agents[agent.name]
         data = fake.get_agent_metadata() + bytes(metadata)
         fake.get_agent_metadata = lambda: data
+        board, extra = board_of(agent, public, extra)
+        self.boards.append(board)
         return agent.handshake_payload(replace(self.geometry, layers=self.geometry.layers[layers]), extra), private
 
     def workers(self, name: str = "P", *extras: bytes) -> list[tuple[bytes, bytes]]:
@@ -166,7 +173,7 @@ def test_an_address_that_leads_back(world):
             world.acquire(Incarnation(at, "d", 1, None))
 
 
-def changed(hello: bytes, *, public_key: bytes | None = None) -> bytes:
+def changed(hello: bytes, *, public_key: bytes | None = None, extra: bytes | None = None) -> bytes:
     """Return a changed worker identity, as an untrusted client makes one from a reply."""
     said = decode_handshake(hello)
     return encode_handshake(
@@ -174,7 +181,7 @@ def changed(hello: bytes, *, public_key: bytes | None = None) -> bytes:
         said.geometry,
         name=said.name,
         incarnation=said.incarnation,
-        extra=said.extra + b" ",
+        extra=said.extra + b" " if extra is None else extra,
         public_key=said.public_key if public_key is None else public_key,
     )
 
@@ -195,7 +202,7 @@ def test_a_hello_that_is_repeated_and_changed_locks_nobody_out(world, met, has_k
         world.acquire(fake)
     engine = world.acquire(remote)
     assert engine.gone is None
-    assert [peer.payload.extra for peer in engine.peers] == [EXTRA, EXTRA]
+    assert [peer.payload.extra for peer in engine.peers] == [names_place(EXTRA, board.place) for board in world.boards]
 
 
 def test_a_signature_that_was_seen_is_worth_nothing(world, monkeypatch):
@@ -725,3 +732,52 @@ def test_leases_are_renewed_whether_or_not_the_engine_was_let_go(world):
         renewer = LeaseRenewer(peers, world.counted)
         renewer.track_claim(remote.address, claim, every=0.1)
         until(lambda: renewer.is_held(remote.address, claim) is not None)
+
+
+# --- whose memory it is; tests/attacks/test_memory_binding.py has attacks ---------------------------------------------
+
+
+def test_a_handshake_reads_twice_from_each_worker(world):
+    """The lease board, which shows whose memory it is, and a few bytes of the caches. Both were read before, too."""
+    world.acquire(world.prefill(*world.workers()))
+    assert world.net.agents["D"].calls["transfer"] == 4
+
+
+def test_one_worker_whose_memory_is_another_workers_is_enough(world):
+    remote = world.prefill(*world.workers())
+    world.boards[1]._bytes[5] ^= 1
+    with pytest.raises(
+        HandshakeError, match=r"the memory that 'P1-.*is not that worker's: its lease board begins with"
+    ):
+        world.acquire(remote)
+    assert world.net.agents["D"].calls["transfer"] == 3, "no cache of that worker"
+    assert not remotes(world)
+    assert len(world.engines._boards._free) == 16
+    world.boards[1]._bytes[5] ^= 1
+    assert len(world.acquire(remote._replace(tp_size=2)).peers) == 2
+
+
+def test_a_board_that_cannot_be_read_now_may_be_read_later(world):
+    world.net.fail["transfer"] = [ERRORS["nixlBackendError"]("no")]
+    remote = world.prefill(*world.workers())
+    with pytest.raises(TransferError):
+        world.acquire(remote)
+    assert world.acquire(remote), "at once: the error is not kept"
+
+
+@pytest.mark.parametrize("secret", [False, True])
+def test_an_older_engine_is_read_from_with_a_secret_only(caplog, secret):
+    """Its workers have no board that shows whose memory it is. With a secret, TLS shows which engine it is."""
+    secrets = Secrets([b"sixteen bytes or more"] if secret else [])
+    world = World(secrets=secrets)
+    newer, (hello, private) = world.workers()
+    remote = world.prefill(newer, (changed(hello, extra=EXTRA), private), secrets=secrets)
+    if secret:
+        engine = world.acquire(remote)
+        assert (len(engine.peers), engine.boards) == (2, ()), "P is asked for its leases"
+        assert len(world.engines._boards._free) == 16
+        assert caplog.text.count("has no lease board that shows whose memory it is; D reads from it") == 1
+    else:
+        with pytest.raises(HandshakeError, match=r"worker 'P1-.*upgrade kvhma there.*or set secret_file at both"):
+            world.acquire(remote)
+    world.close()

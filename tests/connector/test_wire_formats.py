@@ -275,3 +275,7 @@ def test_what_an_engine_adds_to_its_hello():
     found = decode_extra(recorded)
     assert (found.model, found.vllm) == (identity, "0.32.0")
     assert encode_extra(identity, vllm="0.32.0").rpartition(b',"kvhma":')[0] == recorded.rpartition(b',"kvhma":')[0]
+    # An older D ignores `place`, and asks P for its leases. An older P named the address of a board that shows no key.
+    assert encode_extra(identity, vllm="0.32.0", place=3).endswith(b'"place":3}')
+    assert decode_extra(recorded[:-1] + b',"place":3}').place == 3
+    assert decode_extra(recorded[:-1] + b',"board":140000000000}').place is None

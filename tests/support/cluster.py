@@ -8,6 +8,7 @@ to post.
 
 from __future__ import annotations
 
+import ctypes
 import random
 import select
 import threading
@@ -16,11 +17,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvhma import Geometry, Span
 from kvhma.errors import KvhmaError
 from kvhma.models import models
 from kvhma.models.vllm_layout import LayoutOptions, layout
 from kvhma.nixl import Peer, decode_handshake, encode_handshake, key_hash
+from kvhma.vllm.config.identity import encode_extra
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.holds.lease_table import LeaseTable
 from kvhma.vllm.loads.lease_renewer import LeaseRenewer
@@ -29,13 +34,14 @@ from kvhma.vllm.peers.peers import Peers
 from kvhma.vllm.peers.prefill_engines import PrefillEngine, PrefillEngines
 from kvhma.vllm.peers.server import Listener, LocalEngine
 from kvhma.vllm.peers.worker_context import WorkerContext
+from kvhma.vllm.wire.lease_board import OWNER_BYTES, owner_of
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import Address, Incarnation, LeaseKey, PrefillParams, random_id
 from kvhma.vllm.wire.proofs import new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
 from support.counted import Counted
 from support.engines.engine import free_port
-from support.identity import EXTRA, IDENTITY
+from support.identity import IDENTITY
 
 MODEL = "gemma-3-4b"
 BLOCKS = 4096
@@ -43,6 +49,7 @@ TOKENS = 1000
 METADATA = bytes(8000)
 """As many bytes as NIXL's metadata of an agent with UCX."""
 
+EXTRA = encode_extra(IDENTITY, vllm="0.32.0", place=0)
 LEASE = 600.0
 TIMEOUT = 60.0
 """Longer than a busy machine delays a process."""
@@ -128,18 +135,48 @@ class PrefillHost:
             listener.close()
 
 
+@dataclass
+class BoardRead:
+    """Stands for a prepared read of a board, which ends at once."""
+
+    peer: Peer
+    address: int
+
+    def post(self) -> BoardRead:
+        ctypes.memmove(self.address, owner_of(self.peer.payload.public_key), OWNER_BYTES)
+        return self
+
+    def wait(self, timeout: float) -> bool:
+        return True
+
+    def poll(self) -> str:
+        return "done"
+
+    def release(self) -> None:
+        pass
+
+
 class NoTransport:
-    """Stands for an agent: every peer that sent its worker identity is connected."""
+    """Stands for an agent: every peer that sent its worker identity is connected, and its board is its own."""
 
     def __init__(self) -> None:
         self._peers: dict[str, Peer] = {}
 
-    def connect(self, payload: bytes, *, timeout: float) -> Peer:
+    def connect(self, payload: bytes, *, timeout: float, warm_up: bool) -> Peer:
         remote = decode_handshake(payload)
         known = self._peers.get(remote.name)
         if known is None or known.gone is not None:
             known = self._peers[remote.name] = Peer(remote.name, remote.geometry, remote)
         return known
+
+    def warm_up(self, peer: Peer, timeout: float) -> None:
+        pass
+
+    def register(self, geometry: Geometry) -> None:
+        pass
+
+    def prepare_read(self, peer: Peer, local: NDArray[np.uint64], remote: NDArray[np.uint64]) -> BoardRead:
+        return BoardRead(peer, int(local[0, 0]))
 
     def disconnect(self, peer: Peer, timeout: float) -> None:
         peer.gone = "disconnected"

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvhma.geometry import Geometry, Span
+from kvhma.geometry import Span
 from kvhma.nixl import Agent, key_hash
-from kvhma.vllm.config.identity import encode_extra
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.device.memory import DeviceMemory
 from kvhma.vllm.device.slots import SlotRanges
@@ -23,15 +22,15 @@ from kvhma.vllm.peers.server import Listener, LocalEngine
 from kvhma.vllm.peers.worker_context import WorkerContext
 from kvhma.vllm.reads import read_pump
 from kvhma.vllm.telemetry.stats import TransferStats
-from kvhma.vllm.wire.lease_board import LeaseBoard
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, random_id
 from kvhma.vllm.wire.proofs import new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.worker import KvhmaWorker
+from support.boards import board_of
 from support.counted import Counted
 from support.engines.engine import free_port
 from support.flat import flat_geometry, labelled
-from support.identity import EXTRA, IDENTITY
+from support.identity import IDENTITY
 from support.waiting import until
 
 PAGE = 4096
@@ -44,13 +43,11 @@ class Panic(BaseException):
 
 
 class Prefill:
-    """P as D sees it: memory, an agent, a table of leases, a listener and, optionally, a lease board."""
+    """P as D sees it: memory, an agent, a table of leases, a listener, and a lease board that no scheduler opened."""
 
     numbers = itertools.count()
 
-    def __init__(
-        self, address: Address | None = None, instance: int | None = None, *, board: LeaseBoard | None = None
-    ) -> None:
+    def __init__(self, address: Address | None = None, instance: int | None = None) -> None:
         self.address = address or Address("127.0.0.1", free_port())
         self.instance = random_id() if instance is None else instance
         self.memory = labelled(PAGES, seed=next(self.numbers))
@@ -59,10 +56,7 @@ class Prefill:
         self.agent = Agent(f"P{next(self.numbers)}-{key_hash(public_key)}", public_key=public_key)
         self.agent.register(self.geometry)
         self.leases = LeaseTable(30.0)
-        extra = EXTRA
-        if board is not None:
-            self.agent.register(Geometry(regions=(board.region,), groups=(), layers=()))
-            extra = encode_extra(IDENTITY, vllm="0.32.0", board=board.region.base)
+        self.board, extra = board_of(self.agent, public_key)
         self.hellos = {(0, 0): (self.agent.handshake_payload(self.geometry, extra), private_key)}
         self.listen()
 
@@ -97,6 +91,7 @@ class Prefill:
     def close(self) -> None:
         self.listener.close()
         self.agent.close()
+        self.board.close()
 
 
 def params(

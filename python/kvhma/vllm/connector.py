@@ -213,11 +213,11 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         if self._memory.scratch is not None:
             agent.register_scratch(self._memory.scratch)
         agent.register(geometry)
-        board = _make_board(agent)
-        address, file = (0, None) if board is None else (board.region.base, board.file)
+        board = _make_board(agent, public_key)
+        board_place, board_file = (None, None) if board is None else (board.place, board.file)
         identity = identity_of(config, self._settings)
-        extra = encode_extra(identity, vllm=vllm.__version__, board=address)
-        self._worker_identity = LocalWorkerIdentity(agent.handshake_payload(geometry, extra), private_key, file)
+        extra = encode_extra(identity, vllm=vllm.__version__, place=board_place)
+        self._worker_identity = LocalWorkerIdentity(agent.handshake_payload(geometry, extra), private_key, board_file)
         context = WorkerContext(
             self._settings,
             self._secrets,
@@ -385,13 +385,17 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
 register()
 
 
-def _make_board(agent: Agent) -> LeaseBoard | None:
-    """Make and register a lease board. If that fails, return None: decode engines then ask P."""
+def _make_board(agent: Agent, public_key: bytes) -> LeaseBoard | None:
+    """Make and register a lease board. If that fails, return None: only engines with our secret then read from us."""
     try:
-        board = LeaseBoard()
+        board = LeaseBoard(public_key)
         agent.register(Geometry(regions=(board.region,), groups=(), layers=()))
     except (OSError, KvhmaError) as error:
-        logger.warning("kvhma: no lease board, so decode engines will ask for their leases: %s", error)
+        logger.warning(
+            "kvhma: no lease board, so decode engines will ask for their leases, and refuse this engine if there is "
+            "no secret: %s",
+            error,
+        )
         return None
     return board
 

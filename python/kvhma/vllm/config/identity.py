@@ -13,6 +13,7 @@ import msgspec
 from kvhma._kvhma import __version__
 from kvhma.errors import HandshakeError, UnsupportedPairError
 from kvhma.text import one_line
+from kvhma.vllm.wire.lease_board import BOARD_PLACES
 from kvhma.vllm.wire.messages import Text
 
 
@@ -48,13 +49,13 @@ class EngineExtra(msgspec.Struct, frozen=True, omit_defaults=True):
     model: ModelIdentity
     vllm: Text
     kvhma: Text
-    board: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)] = 0
-    """Address of the worker's :class:`kvhma.vllm.wire.lease_board.LeaseBoard`; 0 without a board."""
+    place: Annotated[int, msgspec.Meta(ge=0, lt=BOARD_PLACES)] | None = None
+    """Of the worker's :class:`kvhma.vllm.wire.lease_board.LeaseBoard`; None without one, as from an older kvhma."""
 
 
-def encode_extra(identity: ModelIdentity, *, vllm: str, board: int = 0) -> bytes:
-    """Return the extra bytes of a worker identity; `vllm` is its version, `board` the address of the lease board."""
-    return msgspec.json.encode(EngineExtra(identity, vllm, __version__, board))
+def encode_extra(identity: ModelIdentity, *, vllm: str, place: int | None = None) -> bytes:
+    """Return the extra bytes of a worker identity; `vllm` is its version, `place` that of its lease board."""
+    return msgspec.json.encode(EngineExtra(identity, vllm, __version__, place))
 
 
 def decode_extra(data: bytes) -> EngineExtra:

@@ -8,7 +8,7 @@ import mmap
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvhma.vllm.wire.lease_board import BOARD_BYTES, MARK_BYTES, OPENED, BoardFile
+from kvhma.vllm.wire.lease_board import BOARD_BYTES, MARK_BYTES, OPENED, OWNER_BYTES, BoardFile
 
 logger = logging.getLogger("vllm.kvhma")
 
@@ -19,7 +19,7 @@ class LeaseBoards:
     def __init__(self, files: Iterable[BoardFile] = ()) -> None:
         """Open the boards of some workers; a board that cannot be opened is skipped."""
         self._boards = [board for file in files if (board := _open(file)) is not None]
-        self._free = list(range(2 * MARK_BYTES, BOARD_BYTES, MARK_BYTES)) if self._boards else []
+        self._free = list(range(OWNER_BYTES + MARK_BYTES, BOARD_BYTES, MARK_BYTES)) if self._boards else []
 
     def show_mark(self, mark: bytes) -> int | None:
         """Show a mark; return its place, or None if the board is full."""
@@ -48,10 +48,10 @@ def _open(file: BoardFile) -> mmap.mmap | None:
             raise FileNotFoundError(f"{file.path} is not a file")
         with path.open("r+b", buffering=0) as opened:
             board = mmap.mmap(opened.fileno(), BOARD_BYTES)
-            if board[:MARK_BYTES] != file.cookie:
+            if board[:OWNER_BYTES] != file.owner:
                 raise FileNotFoundError(f"{file.path} is another process's board")
     except (OSError, ValueError) as error:
         logger.info("kvhma: decode engines will ask P about leases: cannot open the worker's lease board: %s", error)
         return None
-    board[MARK_BYTES:] = OPENED + bytes(BOARD_BYTES - 2 * MARK_BYTES)
+    board[OWNER_BYTES:] = OPENED.ljust(BOARD_BYTES - OWNER_BYTES, b"\0")
     return board

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's lease board as a decode worker reads it. If it has a mark after a read, P held the blocks during the read."""
+"""P's lease board as a decode worker reads it. Before a read it shows whose memory that is, afterwards what P held."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma.errors import KvhmaError
+from kvhma.errors import HandshakeError, KvhmaError, RequestError, TransferError
 from kvhma.geometry import Geometry, Region
 from kvhma.nixl import Agent, Peer, PreparedRead, TransferHandle
 from kvhma.nixl.arrays import row_of
-from kvhma.vllm.wire.lease_board import BOARD_BYTES, MARK_BYTES, OPENED
+from kvhma.vllm.config.identity import decode_extra
+from kvhma.vllm.wire.lease_board import BOARD_BYTES, OPENED, OWNER_BYTES, board_region, owner_of
+from kvhma.vllm.wire.peer_log import logger as peer_logger
 
 logger = logging.getLogger("vllm.kvhma")
 
@@ -27,6 +29,8 @@ _AT_ONCE_SECONDS = 5e-4
 
 _LATE_SECONDS = 1e-2
 """How long to wait for a read of the board in all. After that D asks P."""
+
+_UPGRADE = "upgrade kvhma there, or see its log for why it has no board"
 
 
 class BoardReader:
@@ -53,6 +57,31 @@ class BoardReader:
         """Whether a read may still write to its place."""
         reading = self._reading
         return reading is not None and not reading.drive()
+
+    def check_owner(self, timeout: float) -> None:
+        """Check that the memory is that of the worker which signed its identity. It reads the board, the first time.
+
+        Args:
+            timeout: seconds to wait for the read.
+
+        Raises:
+            HandshakeError: the board is another worker's, or no board.
+            PeerLostError: the worker is gone.
+            TransferError: the read failed, or did not end in time.
+        """
+        peer = self._read.peer
+        with self._lock:
+            self._began_at = time.monotonic()
+            self._reading = self._read.post()
+            if not self._reading.wait(timeout):
+                raise TransferError(f"the lease board of {peer.name!r} was not read in {timeout} s")
+            self._take_reading()
+        expected, found = owner_of(peer.payload.public_key), self._board[:OWNER_BYTES]
+        if found != expected:
+            raise HandshakeError(
+                f"the memory that {peer.name!r} names is not that worker's: its lease board begins with {found.hex()}, "
+                f"and with the key that signed the worker identity it would begin with {expected.hex()}"
+            )
 
     def look(self, since: float) -> tuple[float, bytes]:
         """Return the latest known content of the board, and when its read began.
@@ -87,7 +116,7 @@ class BoardReader:
         if self._useful and self._place is not None and self._reading is not None and self._reading.poll() == "done":
             self._reading, self._shown_at = None, self._began_at
             self._board = self._memory.copy_board(self._place)
-            self._useful = self._board[MARK_BYTES:].startswith(OPENED)
+            self._useful = self._board[OWNER_BYTES:].startswith(OPENED)
 
     def close(self) -> None:
         """Stop reading and free the place, after any read in flight. It may be called again."""
@@ -113,24 +142,60 @@ class BoardMemory:
         self._free: list[int] = []
         self._to_close: set[BoardReader] = set()
 
-    def reader(self, peer: Peer, address: int) -> BoardReader:
-        """Return a reader of the board at an address of a peer's memory.
+    def checked_reader(self, peer: Peer, timeout: float, *, with_secret: bool) -> BoardReader | None:
+        """Return a reader of a worker's board, after one read that checks whose memory it is.
+
+        Args:
+            peer: the worker.
+            timeout: seconds to wait for the read.
+            with_secret: whether the worker identity came from an engine with the same secret. Such an engine may be an
+                older kvhma, whose workers have no such board.
+
+        Returns:
+            The reader; None if there is no board, which only an engine with the secret may lack.
 
         Raises:
-            KvhmaError: the peer's memory cannot be read there.
+            HandshakeError: the memory is not that of the worker that signed its identity, or nothing proves that it is.
+            PeerLostError: the worker is gone.
+            TransferError: the board could not be read now.
+        """
+        place = decode_extra(peer.payload.extra).place
+        if place is None and with_secret:
+            peer_logger.warning("kvhma: %s; D reads from it because it has our secret: %s", _no_board(peer), _UPGRADE)
+            return None
+        if place is None:
+            raise HandshakeError(f"{_no_board(peer)}: {_UPGRADE}, or set secret_file at both engines")
+        try:
+            reader = self.reader(peer, place)
+        except RequestError as error:
+            raise HandshakeError(f"{peer.name!r} did not register the lease board that it names: {error}") from error
+        try:
+            reader.check_owner(timeout)
+        except BaseException:
+            reader.close()
+            raise
+        return reader
+
+    def reader(self, peer: Peer, place: int) -> BoardReader:
+        """Return a reader of the board at a place of a peer's process.
+
+        Raises:
+            RequestError: the peer has not registered that memory.
+            PeerLostError: the peer is gone.
+            TransferError: NIXL cannot prepare the read.
         """
         with self._lock:
             to_close, self._to_close = self._to_close, set()
         for reader in to_close:
             reader.close()
-        place = self._take_place()
+        own = self._take_place()
         try:
-            local = Region(self._boards[place].ctypes.data, BOARD_BYTES)
-            read = self._agent.prepare_read(peer, row_of(local), row_of(Region(address, BOARD_BYTES)))
+            local = Region(self._boards[own].ctypes.data, BOARD_BYTES)
+            read = self._agent.prepare_read(peer, row_of(local), row_of(board_region(place)))
         except BaseException:
-            self.free_place(place)
+            self.free_place(own)
             raise
-        return BoardReader(self, place, read)
+        return BoardReader(self, own, read)
 
     def copy_board(self, place: int) -> bytes:
         """Return the content of a place."""
@@ -155,3 +220,7 @@ class BoardMemory:
                 self._free += range(len(self._boards), len(self._boards) + _PLACES)
                 self._boards.extend(more)
             return self._free.pop()
+
+
+def _no_board(peer: Peer) -> str:
+    return f"worker {peer.name!r} has no lease board that shows whose memory it is"

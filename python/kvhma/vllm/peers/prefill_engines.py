@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from kvhma._kvhma import Plan
@@ -341,7 +342,8 @@ class PrefillEngines:
         try:
             plan, identities = self._agree(remote, client)
             for index, identity in enumerate(identities):
-                peers.append(self._agent.connect(identity.data, timeout=timeout) if index in plan.sources else None)
+                read = index in plan.sources
+                peers.append(self._agent.connect(identity.data, timeout=timeout, warm_up=False) if read else None)
             boards = self._boards_of(peers)
         except BaseException as error:
             client.close()
@@ -359,37 +361,31 @@ class PrefillEngines:
         )
 
     def _boards_of(self, peers: list[Peer | None]) -> tuple[BoardReader, ...]:
-        """Return readers of the boards of all workers that are read from; empty if a worker has no board.
+        """Check whose memory each peer is; return readers of their boards, or of none if P does not write to all.
+
+        The check is the first read of a peer: metadata that an attacker edited may name memory that P does not have.
 
         All boards of an engine have the same marks. But an attacker may replay the identity of another engine's worker
         beside its own worker, whose board it can forge. So a board only verifies its own worker's memory.
-        """
-        boards: list[BoardReader] = []
-        for peer in peers:
-            if peer is None:
-                continue
-            if (board := self._board_of(peer)) is None:
-                for opened in boards:
-                    opened.close()
-                return ()
-            boards.append(board)
-        return tuple(boards)
 
-    def _board_of(self, peer: Peer) -> BoardReader | None:
-        """Return a reader of a worker's board, after one read that sets the connection up."""
-        address = decode_extra(peer.payload.extra).board
-        if not address:
-            return None
-        try:
-            board = self._boards.reader(peer, address)
-        except KvhmaError as error:
-            logger.info("kvhma: cannot read the lease board of %r, so it is asked for its leases: %s", peer.name, error)
-            return None
-        board.look(time.monotonic())
-        if board.useful:
-            return board
-        board.close()
-        return None
+        Raises:
+            HandshakeError: the memory of a worker is not that of the key which signed its identity.
+            TransferError: a worker could not be read from now.
+        """
+        timeout, with_secret = self._settings.handshake_timeout, self._context.secrets.enabled
+        with ExitStack() as opened:
+            boards: list[BoardReader | None] = []
+            for peer in filter(None, peers):
+                board = self._boards.checked_reader(peer, timeout, with_secret=with_secret)
+                if board is not None:
+                    opened.callback(board.close)
+                boards.append(board)
+                self._agent.warm_up(peer, timeout)
+            useful = tuple(board for board in boards if board is not None and board.useful)
+            if len(useful) < len(boards):
+                return ()
+            opened.pop_all()
+            return useful
 
     def _proving(self, engine_key: bytes) -> Proving:
         own = self._context.proof_key
