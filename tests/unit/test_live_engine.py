@@ -295,9 +295,11 @@ def test_nothing_but_null_blocks_is_read(order: str) -> None:
 
 @pytest.mark.nixl
 @pytest.mark.usefixtures("peer_only")
-def test_a_read_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With real agents on both sides; the owner's memory is unchanged."""
+@pytest.mark.parametrize("board", ["own", "another worker's", "no"])
+def test_a_read_is_timed(board: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With real agents on both sides; the owner's memory is unchanged. It reads as a decode engine without a secret."""
     from kvhma.nixl import Agent
+    from support.boards import board_of
 
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
     geometry = tiny_hybrid(10)
@@ -308,7 +310,9 @@ def test_a_read_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     address = Address("127.0.0.1", free_port())
     with Agent(f"owner-{key_hash(public)}", public_key=public) as agent:
         agent.register(geometry)
-        local = LocalEngine("p", 1, {(0, 0): (agent.handshake_payload(geometry, EXTRA), private)})
+        lease_board, extra = board_of(agent, public if board == "own" else bytes(32))
+        extra = EXTRA if board == "no" else extra
+        local = LocalEngine("p", 1, {(0, 0): (agent.handshake_payload(geometry, extra), private)})
         listener = Listener(address, local, leases=AnyLease(), secrets=Secrets(), counters=Counted())
         stop = threading.Event()
         taken: list[Any] = []
@@ -325,9 +329,15 @@ def test_a_read_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
             stop.set()
             thread.join()
             listener.close()
+            lease_board.close()
     state, found = rows(done)["read"]
-    assert (done.code, state) == (0, "ok"), found
-    assert found.startswith(f"{len(null_rows(geometry))} runs of the null block, ")
+    assert (done.code, state) == ((0, "ok") if board == "own" else (1, "failed")), found
+    begins = {
+        "own": f"{len(null_rows(geometry))} runs of the null block, ",
+        "another worker's": f"HandshakeError: the memory that 'owner-{key_hash(public)}' names is not that worker's",
+        "no": f"HandshakeError: worker 'owner-{key_hash(public)}' has no lease board that shows whose memory it is",
+    }
+    assert found.startswith(begins[board])
     assert all((held == 7).all() for held in memory)
     assert taken == []
 

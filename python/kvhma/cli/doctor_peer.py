@@ -183,7 +183,8 @@ def _read(worker: LiveWorker, numeric: Address, access: Access) -> Row:
         devices = os.environ.get(ENVIRONMENT, "lo")
     timeout = access.settings.handshake_timeout
     try:
-        with process(_measure, worker.data, rows, devices, timeout) as pipe:
+        secret = access.secrets.enabled
+        with process(_measure, worker.data, rows, devices, timeout, secret) as pipe:
             found = receive(pipe, "reading", 4 * timeout + 60)
     except KvhmaError as error:
         return Row(name, "failed", str(error), fix)
@@ -231,12 +232,18 @@ def _run(part: Part) -> int:
     return run
 
 
-def _measure(pipe: Connection, data: bytes, rows: NDArray[np.uint64], devices: str | None, timeout: float) -> None:
-    """Connect, read and disconnect; send the seconds of connecting and reading, or the error."""
+def _measure(
+    pipe: Connection, data: bytes, rows: NDArray[np.uint64], devices: str | None, timeout: float, secret: bool
+) -> None:
+    """Connect, check whose memory it is, read and disconnect; send the seconds of connecting and reading, or the error.
+
+    It checks as a decode engine does, with or without a secret.
+    """
     if devices is not None:
         os.environ["UCX_NET_DEVICES"] = devices
     try:
         from kvhma.nixl import Agent
+        from kvhma.vllm.peers.board_reader import BoardMemory
 
         lengths = rows[:, 1]
         memory = np.zeros(int(lengths.sum()), np.uint8)
@@ -246,7 +253,9 @@ def _measure(pipe: Connection, data: bytes, rows: NDArray[np.uint64], devices: s
         with Agent(f"kvhma-doctor-{secrets.token_hex(8)}") as agent:
             agent.register(_bytes_geometry(memory))
             began = time.perf_counter()
-            peer = agent.connect(data, timeout=timeout)
+            peer = agent.connect(data, timeout=timeout, warm_up=False)
+            board = BoardMemory(agent).checked_reader(peer, timeout, with_secret=secret)
+            agent.warm_up(peer, timeout)
             connected = time.perf_counter() - began
             times = []
             for _ in range(_READS):
@@ -255,6 +264,8 @@ def _measure(pipe: Connection, data: bytes, rows: NDArray[np.uint64], devices: s
                 if not agent.read(peer, local, rows, remote_memory=kind).wait(timeout):
                     raise HandshakeTimeoutError(f"a read of {lengths.sum()} bytes did not end in {timeout} s")
                 times.append(time.perf_counter() - began)
+            if board is not None:
+                board.close()
             agent.disconnect(peer, timeout)
         pipe.send((connected, min(times)))
     except Exception as error:  # the answer is any error of a transport
