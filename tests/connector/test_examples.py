@@ -30,8 +30,9 @@ def test_the_connector_takes_every_setting(tmp_path):
         assert settings.ignored == ()
         if "decode" in name and "examples" not in name:
             host = "prefill" if "compose" in name else "10.0.0.7"
-            assert settings.allows(Address(host, 5600)), name
-            assert not settings.allows(Address("192.0.2.1", 5600)), name
+            sources = settings.sources(has_secret=True)
+            assert sources.refusal(Address(host, 5600)) is None, name
+            assert sources.refusal(Address("192.0.2.1", 5600)) is not None, name
 
 
 def test_vllm_takes_every_option(tmp_path):

@@ -140,11 +140,11 @@ def test_what_asks_for_nothing_is_not_worth_a_line():
 
 def allows(host: str, port: int = 5600, *, entries: list[str], known: list[str] | None = None) -> bool:
     extra = {"allowed_prefill_engines": entries, "prefill_engines": known or []}
-    return Settings.read(extra).allows(Address(host, port))
+    return Settings.read(extra).sources(has_secret=True).refusal(Address(host, port)) is None
 
 
-def test_any_engine_is_allowed_unless_the_operator_says_which():
-    assert Settings().allows(Address("198.51.100.7", 1))
+def test_any_engine_with_the_secret_is_allowed_unless_the_operator_says_which():
+    assert Settings().sources(has_secret=True).refusal(Address("198.51.100.7", 1)) is None
     assert not allows("198.51.100.7", entries=[])
 
 

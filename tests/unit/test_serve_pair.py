@@ -34,6 +34,14 @@ def test_no_two_ranks_share_a_core(monkeypatch, cores, sizes, prefill, decode):
     assert serve_pair._cores_of("decode", asked) == decode
 
 
+def test_both_engines_have_a_new_secret_or_that_of_the_environment():
+    drawn = [serve_pair.with_secret({"PATH": "/bin"}) for _ in range(2)]
+    assert all(len(made["KVHMA_SECRET"]) == 64 and made["PATH"] == "/bin" for made in drawn)
+    assert drawn[0]["KVHMA_SECRET"] != drawn[1]["KVHMA_SECRET"]
+    assert serve_pair.with_secret({"KVHMA_SECRET": ""})["KVHMA_SECRET"]
+    assert serve_pair.with_secret({"KVHMA_SECRET": "ours" * 4}) == {"KVHMA_SECRET": "ours" * 4}
+
+
 def test_ports_are_different():
     ports = serve_pair.free_ports(20)
     assert len(set(ports)) == 20

@@ -145,9 +145,14 @@ def look_up(address: tuple[str, int], access: Access) -> Address:
     from kvhma.vllm.wire.params import Address
 
     asked = Address(*address)
-    if not access.settings.allows(asked):
-        raise HandshakeError(f"{asked} is not among allowed_prefill_engines")
-    return resolve(asked, access.settings.handshake_timeout)
+    sources = access.settings.sources(has_secret=access.secrets.enabled)
+    refusal = sources.refusal(asked)
+    if refusal is None:
+        numeric = resolve(asked, access.settings.handshake_timeout)
+        refusal = sources.refusal_of_host(asked, numeric)
+    if refusal is not None:
+        raise HandshakeError(refusal)
+    return numeric
 
 
 def connect(numeric: Address, access: Access) -> Client:

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -67,7 +68,8 @@ def serve_pair(
     """Serve MODEL with a prefill and a decode engine on this host.
 
     OPTIONS are those of `vllm serve`, for both engines: --max-model-len 4096, for example. All three processes end
-    with this one (Ctrl-C). For engines on several hosts see docs/start.md.
+    with this one (Ctrl-C). The engines have a new secret in common, unless KVHMA_SECRET has one. For engines on several
+    hosts see docs/start.md.
     """
     for module, extra in _MODULES.items():
         if importlib.util.find_spec(module) is None:
@@ -75,9 +77,10 @@ def serve_pair(
     folder = logs or Path(tempfile.mkdtemp(prefix="kvhma-"))
     folder.mkdir(parents=True, exist_ok=True)
     prefill, decode, prefill_side, decode_side = free_ports(4)
+    environment = with_secret(os.environ)
     engines = [
-        _engine("prefill", model, options, prefill, prefill_side, folder, of_engines),
-        _engine("decode", model, options, decode, decode_side, folder, of_engines),
+        _engine("prefill", model, options, prefill, prefill_side, folder, of_engines, environment),
+        _engine("decode", model, options, decode, decode_side, folder, of_engines, environment),
     ]
     urls = [f"http://127.0.0.1:{number}" for number in (prefill, decode)]
     asked = [sys.executable, "-m", "kvhma.proxy", "--host", host, "--port", str(port)]
@@ -99,6 +102,7 @@ def _engine(
     side_port: int,
     folder: Path,
     of_engines: Mapping[str, str | int | None],
+    environment: Mapping[str, str],
 ) -> Part:
     transfer: dict[str, object] = {
         "kv_connector": "KvhmaConnector",
@@ -112,12 +116,17 @@ def _engine(
         transfer["kv_load_failure_policy"] = "recompute"
         command.append("--enable-prompt-tokens-details")
     command += ["--kv-transfer-config", json.dumps(transfer), *options]
-    environment = dict(os.environ)
+    own = dict(environment)
     if not installed("vllm"):
-        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", _cores_of(name, of_engines))
+        own.setdefault("VLLM_CPU_OMP_THREADS_BIND", _cores_of(name, of_engines))
     if devices := of_engines[f"{name}_devices"]:
-        environment["CUDA_VISIBLE_DEVICES"] = str(devices)
-    return Part(name, command, environment, folder / f"{name}.log")
+        own["CUDA_VISIBLE_DEVICES"] = str(devices)
+    return Part(name, command, own, folder / f"{name}.log")
+
+
+def with_secret(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment with a secret for both engines, so that no other process of the host reads from them."""
+    return {**environment, "KVHMA_SECRET": environment.get("KVHMA_SECRET") or secrets.token_hex(32)}
 
 
 def _cores_of(name: str, of_engines: Mapping[str, str | int | None]) -> str:

@@ -422,8 +422,9 @@ def _warn_of_open_access(settings: Settings, secrets: Secrets, side_channel: Add
     """Log, once for each engine, what untrusted peers and users can reach."""
     if settings.allowed_prefill_engines is None:
         logger.info(
-            "kvhma: requests may be loaded from any engine that their parameters name; allowed_prefill_engines can "
-            "restrict this"
+            "kvhma: requests may be loaded from any engine %s that their parameters name; allowed_prefill_engines can "
+            "restrict this",
+            "with the secret" if secrets.enabled else "on a private network",
         )
     if not secrets.enabled:
         logger.warning(

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which addresses the parameters of a request may name: the setting ``allowed_prefill_engines``."""
+"""From which engines D may read: those of ``allowed_prefill_engines``; without that setting, what a secret decides.
+
+With a secret the connection proves that an engine has it. Without a secret a client that can write parameters could
+have D read from any host of the internet. So D then reads only from private networks, and from engines that its
+operator has named.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +21,20 @@ _ENTRY = re.compile(r"(?:\[(?P<bracketed>[^\[\]]+)\](?P<mask>/\d+)?|(?P<host>[^\
 _NAME = re.compile(r"[a-z0-9_](?:[a-z0-9_-]*[a-z0-9_])?(?:\.[a-z0-9_](?:[a-z0-9_-]*[a-z0-9_])?)*")
 _MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
 """IPv4 addresses as IPv6 writes them."""
+
+_PRIVATE = tuple(
+    ipaddress.ip_network(text)
+    for text in (
+        *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"),
+        *("::1", "fc00::/7", "fe80::/10"),
+    )
+)
+"""Loopback, and networks that the internet does not route: RFC 1918, RFC 6598 (pods of some clusters), RFC 4193, links.
+
+IPv4's link-local addresses are left out: clouds serve the credentials of a host at one of them."""
+
+ANY = "any"
+"""Value of the setting with which requests may name any engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +88,58 @@ class AllowedEngines:
             return False  # this includes "10.0.0.1/32", which looks like an address and would be looked up as a name
         numeric = _network(address.host.partition("%")[0])
         return numeric is not None and numeric.version == self.host.version and numeric[0] in self.host
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedSources:
+    """Which engines D may read from.
+
+    Attributes:
+        listed: entries of the setting, `ANY`, or None if it is not set.
+        named: where engines of ``prefill_engines`` listen; these are always allowed.
+        has_secret: whether this engine has a secret.
+    """
+
+    listed: tuple[AllowedEngines, ...] | str | None
+    named: tuple[Address, ...]
+    has_secret: bool
+
+    @property
+    def only_private(self) -> bool:
+        """Whether D reads only from private networks, and from engines that are named."""
+        return self.listed is None and not self.has_secret
+
+    def refusal(self, address: Address) -> str | None:
+        """Return why a request may not be loaded from an address; None if it may. This does not look up names.
+
+        Args:
+            address: host and port, as in the parameters. If it is a name, see :meth:`refusal_of_host` too.
+        """
+        if isinstance(self.listed, tuple):
+            covered = any(entry.covers(address) for entry in self.listed) or self._is_named(address)
+            return None if covered else f"{address} is not among allowed_prefill_engines"
+        return self.refusal_of_host(address, address) if address.is_numeric else None
+
+    def refusal_of_host(self, address: Address, numeric: Address) -> str | None:
+        """Return why D may not connect to what an address is; None if it may.
+
+        Args:
+            address: as in the parameters.
+            numeric: the same address, looked up.
+        """
+        if not self.only_private or self._is_named(address):
+            return None
+        network = _network(numeric.host.partition("%")[0])
+        if network is not None and any(network[0] in private for private in _PRIVATE):
+            return None
+        where = f"{address}" if address.is_numeric else f"{address} ({numeric.host})"
+        return (
+            f"{where} is no private address, and this engine has no secret and no allowed_prefill_engines: name the "
+            f'engine there or in prefill_engines, or set secret_file; "{ANY}" allows all engines'
+        )
+
+    def _is_named(self, address: Address) -> bool:
+        return any(AllowedEngines.at(named).covers(address) for named in self.named)
 
 
 def _name(host: str) -> str:

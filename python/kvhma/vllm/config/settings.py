@@ -14,7 +14,7 @@ from kvhma.geometry import Memory
 from kvhma.nixl.library import MAX_PROGRESS_DELAY_US, PROGRESS_DELAY_US, READER_PROGRESS_DELAY_US
 from kvhma.permute import DEVICE_PERMUTE_BYTES
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, DEFAULT_MAX_DESCRIPTORS
-from kvhma.vllm.config.allow_list import AllowedEngines
+from kvhma.vllm.config.allow_list import ANY, AllowedEngines, AllowedSources
 from kvhma.vllm.wire.params import Address
 
 
@@ -122,6 +122,13 @@ def _allowed(text: str) -> AllowedEngines:
     return entry
 
 
+def _allowed_engines(value: Any) -> tuple[AllowedEngines, ...] | str:
+    if value == ANY:
+        return ANY
+    found: tuple[AllowedEngines, ...] = _texts("", _allowed).read(value)
+    return found
+
+
 def _names(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not value or not all(isinstance(name, str) and name for name in value):
         raise ValueError(value)
@@ -171,14 +178,16 @@ class Settings:
         "Requests may name them by another address",
         shown="`[]`",
     )
-    allowed_prefill_engines: tuple[AllowedEngines, ...] | None = _row(
+    allowed_prefill_engines: tuple[AllowedEngines, ...] | str | None = _row(
         None,
-        _texts("a list of hosts, addresses and networks, each with :port or without", _allowed),
+        Kind('a list of hosts, addresses and networks, each with :port or without, or "any"', _allowed_engines),
         "on D, a list of the engines that a request's parameters may name: host names, addresses "
         "(`10.0.0.7`, `2001:db8::7`), networks (`10.0.0.0/8`), each with `:port` or without (IPv6 then in "
         "brackets). D compares names as the parameters write them, ignoring case, and never looks them up "
-        "for that. Engines of `prefill_engines` are always allowed; with `[]` only they are",
-        shown="any",
+        "for that. Engines of `prefill_engines` are always allowed; with `[]` only they are. Not "
+        "set: with a secret any engine; without one those on loopback and private networks, by what their names "
+        'are when D connects. `"any"` allows all ([why](security.md#without-a-secret))',
+        shown="any with a secret, else private networks",
     )
     secret_file: str | None = _row(
         None,
@@ -404,16 +413,13 @@ class Settings:
         """
         return on_host and loopback if self.prewarm is None else self.prewarm
 
-    def allows(self, address: Address) -> bool:
-        """Return whether a request may be loaded from the engine at an address. It does not look up names.
+    def sources(self, *, has_secret: bool) -> AllowedSources:
+        """Return which engines D may read from.
 
         Args:
-            address: host and port, as in the parameters.
+            has_secret: whether this engine has a secret.
         """
-        if self.allowed_prefill_engines is None:
-            return True
-        known = map(AllowedEngines.at, self.prefill_engines)
-        return any(entry.covers(address) for entry in (*self.allowed_prefill_engines, *known))
+        return AllowedSources(self.allowed_prefill_engines, self.prefill_engines, has_secret)
 
 
 _UPSTREAM: dict[str, tuple[Any, str]] = {

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvhma.errors import RequestError
 from kvhma.geometry import Geometry
+from kvhma.vllm.config.allow_list import AllowedSources
 from kvhma.vllm.config.engine_facts import EngineFacts
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.holds.lease_table import LeaseTable
@@ -35,6 +36,7 @@ class SchedulerContext:
         manager: vLLM's block manager; None until vLLM has bound it.
         partial_hits: whether a hit of its prefix cache may end inside a block.
         prompts: digests of prompts.
+        sources: engines that requests may be loaded from.
         peers: ask other engines.
     """
 
@@ -47,13 +49,15 @@ class SchedulerContext:
     manager: KVCacheManager | None = None
     partial_hits: bool = False
     prompts: PromptDigests = field(init=False)
+    sources: AllowedSources = field(init=False)
     peers: Peers = field(init=False)
 
     def __post_init__(self) -> None:
         """Start without threads."""
         # With `model_id`, the paths of equal adapters may differ.
         self.prompts = PromptDigests(adapter_paths=self.settings.model_id is None)
-        self.peers = Peers(self.settings.handshake_timeout, self.secrets, self.stats)
+        self.sources = self.settings.sources(has_secret=self.secrets.enabled)
+        self.peers = Peers(self.settings.handshake_timeout, self.secrets, self.stats, self.sources)
 
     def transfer_tables(self, tables: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the block tables of the groups that are transferred."""

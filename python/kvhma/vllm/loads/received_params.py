@@ -75,9 +75,9 @@ class ReceivedParams:
         if engine_id not in ("", engine.engine_id) and engine.is_own(address):
             self._context.stats.count("refused_sources", label="itself")
             raise RequestError(leads_back(address, engine_id))
-        if not self._context.settings.allows(address):
+        if (refusal := self._context.sources.refusal(address)) is not None:
             self._context.stats.count("refused_sources", label="not_allowed")
-            raise RequestError(f"remote_host and remote_port {address} are not among allowed_prefill_engines")
+            raise RequestError(f"remote_host and remote_port: {refusal}")
         if self._context.geometry is None or not self._context.geometry.groups:
             raise RequestError("this engine has registered no caches")
 

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from kvhma.errors import HandshakeError, HandshakeTimeoutError
+from kvhma.vllm.config.allow_list import AllowedSources
 from kvhma.vllm.counters import Counters
 from kvhma.vllm.peers.client import AnswerT, Client, ClientPool, answer_seconds
 from kvhma.vllm.peers.names import look_up
@@ -97,17 +98,21 @@ class Peers:
         timeout: seconds for a look-up, for a connection, and for each answer.
     """
 
-    def __init__(self, timeout: float, secrets: Secrets, counters: Counters) -> None:
+    def __init__(
+        self, timeout: float, secrets: Secrets, counters: Counters, sources: AllowedSources | None = None
+    ) -> None:
         """Start without a thread: the first question or task starts it.
 
         Args:
             timeout: see above.
             secrets: of this engine.
             counters: count restarts of the thread.
+            sources: refuse names that lead to other hosts than they may; None to connect to any host.
         """
         self.timeout = timeout
         self._secrets = secrets
         self._counters = counters
+        self._sources = sources
         self._lock = threading.Lock()
         self._asked: deque[Call[Any]] = deque()
         """Calls that the thread has not seen yet."""
@@ -167,6 +172,17 @@ class Peers:
         if call.cancel():
             self._cancelled.append(call)
             self._wake()
+
+    def check_host(self, address: Address, numeric: Address) -> None:
+        """Refuse a host that this engine may not read from. Ask it after each look-up: a name may lead elsewhere then.
+
+        Raises:
+            HandshakeError: the text names the address, what it is, and the settings.
+        """
+        refusal = None if self._sources is None else self._sources.refusal_of_host(address, numeric)
+        if refusal is not None:
+            self._counters.count("refused_sources", label="not_allowed")
+            raise HandshakeError(f"remote_host and remote_port: {refusal}")
 
     def pool(self, address: Address) -> ClientPool:
         """Return the idle connections with an engine. With one of these a thread can ask without another thread."""
@@ -393,7 +409,9 @@ class Peers:
     def _take_name(self, call: Call[Any]) -> None:
         if call.name is not None and call.name.done():
             name, call.name = call.name, None
-            self._dial(call, name.result())
+            numeric = name.result()
+            self.check_host(call.address, numeric)
+            self._dial(call, numeric)
         elif time.monotonic() >= call.deadline:
             raise HandshakeTimeoutError(f"the name of {call.address} was not looked up in {self.timeout} s")
 

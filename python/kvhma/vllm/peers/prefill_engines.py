@@ -101,7 +101,8 @@ class PrefillEngines:
         self._agent = context.agent
         self._boards = BoardMemory(context.agent)
         self._counters = counters
-        self.side_channel = Peers(self._settings.handshake_timeout, context.secrets, counters)
+        sources = self._settings.sources(has_secret=context.secrets.enabled)
+        self.side_channel = Peers(self._settings.handshake_timeout, context.secrets, counters, sources)
         room = self._settings.max_peers + len(self._settings.prefill_engines)
         self._budget = IdentityBudget(_MAX_IDENTITIES_BYTES, room)
         self._known_budget = IdentityBudget(_MAX_IDENTITIES_BYTES, room)
@@ -336,6 +337,7 @@ class PrefillEngines:
         self._context.device.choose()
         timeout = self._settings.handshake_timeout
         numeric = resolve(remote.address, timeout)
+        self.side_channel.check_host(remote.address, numeric)
         peers: list[Peer | None] = []
         self.side_channel.close_idle(numeric)  # these may lead to an earlier engine
         client = self.side_channel.pool(numeric).take_client()
