@@ -272,9 +272,9 @@ def rows(pairing: Pairing, names: Sequence[str] | None = None, prompts: Sequence
 REASONS = {
     "heads": "P's blocks are shorter and heads are outside of tokens in a page. So in D's longer block the tokens of each "
     "head are contiguous: kvhma copies each head of each of P's blocks separately. vLLM reads a block of P unchanged and "
-    "lets D's device move the tokens afterwards, in every block of the request. On a device kvhma does the same, in whole "
-    "blocks (below). With tokens outside of heads, or where D's kernel addresses blocks of P's size, no row is of this "
-    "kind.",
+    "lets D's device move the tokens afterwards, in every block of the request. With the setting `permute_bytes` kvhma "
+    "does the same, in whole blocks (below). With tokens outside of heads, or where D's kernel addresses blocks of P's "
+    "size, no row is of this kind.",
     "last": "Only whole blocks of D are read in P's order. In its last block, of 64 tokens, the existing tokens of each head "
     "are contiguous. For the prompt's tokens up to that block no row has more.",
     "absent": "In a fresh pool the blocks of all groups follow each other, and vLLM sends all groups from all shared "

@@ -24,9 +24,6 @@ from kvhma._kvhma import Transfer, permuted_rows
 from kvhma.errors import RequestError
 from kvhma.geometry import Geometry
 
-DEVICE_PERMUTE_BYTES = 1 << 20
-"""Bytes that a device permutes in the time of a descriptor: it reads and writes a MiB twice in some microseconds."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PermutedRead:

@@ -85,8 +85,8 @@ def device(monkeypatch):
 class Engine:
     """A worker's part of the connector, over caches that report being on the device by default."""
 
-    def __init__(self, name, *, data_parallel_size=1, place=on_device, block=BLOCK, **extra):
-        spec = FullAttentionSpec(block_size=block, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+    def __init__(self, name, *, data_parallel_size=1, place=on_device, **extra):
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
         raw = torch.empty(len(LAYERS) * BLOCKS * spec.page_size_bytes, dtype=torch.int8)
         raw.random_(generator=torch.Generator().manual_seed(len(name)))
         strides = compute_layout_strides(spec, BLOCKS, len(LAYERS), KVCacheLayout.LBHNC)
@@ -228,22 +228,6 @@ def test_a_load_comes_after_the_steps_before_it_and_not_after_its_own(p, d, devi
     stats = d.connector.get_kv_connector_stats().data
     assert (stats["delayed_posts"], len(stats["zero_seconds"])) == (1, 1)
     assert stats["zero_seconds"][0] > 0.1
-
-
-def test_shorter_blocks_are_read_whole_and_permuted(start, copies):
-    """Without permuting, each head of each of P's blocks is a descriptor."""
-    p, d = start(Prefill, block=BLOCK // 2), start(Engine, "d")
-    expected = [cache.clone() for cache in d.caches]
-    theirs = [3, 1, 6, 2, 7, 4]
-    for of_d, of_p in zip(expected, p.caches, strict=True):
-        for index, block in enumerate(theirs):
-            first = index % 2 * BLOCK // 2
-            of_d[OURS[index // 2], :, first : first + BLOCK // 2] = of_p[block]
-    d.step(p.load("r", theirs=theirs, tokens=3 * BLOCK))
-    assert d.until_received("r") == set()
-    assert equal(d.caches, expected)
-    stats = d.connector.get_kv_connector_stats().data
-    assert stats["permuted_bytes"] == sum(cache[OURS].nbytes for cache in d.caches)
 
 
 def test_what_is_asked_of_the_device_in_a_load_and_in_which_order(p, d, device):

@@ -213,7 +213,6 @@ DEPRECATED = {
     "piece_tokens": 16,
     "descriptor_bytes": 0,
     "max_descriptors": 31,
-    "permute_bytes": 1 << 30,
     "progress_delay_us": 0,
     "prewarm": True,
     "switch_interval_us": 500,
@@ -232,16 +231,8 @@ def test_deprecated_settings_have_effect_and_are_named() -> None:
 def test_the_table_of_settings_stays_short() -> None:
     """The engine decides what it can decide by itself; a constant has a reason instead of a setting."""
     assert deprecated_rows().keys() == DEPRECATED.keys()
-    assert len(rows()) <= 24
+    assert len(rows()) <= 25
     assert not rows().keys() & DEPRECATED.keys()
     with pytest.raises(SettingsError, match="known are") as refused:
         Settings.read({"leese": 1})
     assert not [name for name in DEPRECATED if f"'{name}'" in str(refused.value)]
-
-
-@pytest.mark.parametrize(
-    ("given", "memory", "nbytes"),
-    [({}, "DRAM", 0), ({}, "VRAM", 1 << 20), ({"permute_bytes": 7}, "DRAM", 7), ({"permute_bytes": 0}, "VRAM", 0)],
-)
-def test_only_a_device_permutes(given, memory, nbytes):
-    assert Settings.read(given).bytes_to_permute(memory) == nbytes

@@ -396,15 +396,13 @@ def test_a_change_that_is_named_was_tried() -> None:
     form = cli("plan", *SHORTER, "--json").form
     (permuted, blocks), slower = form["slower"]["changes"], form["slower"]
     assert (slower["than"], slower["as_fast_with_changes"]) == ("vllm", True)
-    assert permuted["change"] == "having D's caches on a device"
+    assert permuted["change"] == "permute_bytes=1048576 in D's settings"
     assert permuted["permuted_bytes"] > 0.99 * form["bytes"]
     assert blocks["change"] == "--decode block=16"
     words = [*SHORTER[:4], "tp=2,block=16", *SHORTER[5:]]
     assert cli("plan", *words, "--json").form["seconds"] == blocks["seconds"] <= form["vllm"]["seconds"]
     line = cli("plan", *SHORTER).out.splitlines()[-1]
-    assert line.startswith(
-        "slower: vLLM 0.32 is predicted to take 71.4 ms where kvhma takes 1.08 s: having D's caches on"
-    )
+    assert line.startswith("slower: vLLM 0.32 is predicted to take 71.4 ms where kvhma takes 1.08 s: permute_bytes=")
     assert line.endswith("--decode block=16 makes it 71 ms")
 
 

@@ -13,8 +13,10 @@ from kvhma.cli.cost import Link
 from kvhma.cli.format import duration, size
 from kvhma.cli.hand_off import NO_HMA, VLLM, Counted, HandOff, OtherCount, PlanOptions, count, of_model
 from kvhma.errors import KvhmaError
-from kvhma.permute import DEVICE_PERMUTE_BYTES, permuted_reads
+from kvhma.permute import permuted_reads
 
+PERMUTE_BYTES = 1 << 20
+"""Allows every block of P to be read in P's order (docs/tuning.md)."""
 _TIE = 0.995
 """Ratios up to this show as 1.00 and count as equal."""
 
@@ -24,7 +26,7 @@ class Change:
     """A change that was tried.
 
     Attributes:
-        what: what to change, as an option of the command or a property of an engine.
+        what: what to change, as an option of the command or a setting of the connector.
         seconds: kvhma's predicted time with the change.
         permuted_bytes: bytes that D's device permutes afterwards; this time is not counted.
     """
@@ -106,7 +108,7 @@ def own_seconds(hand_off: HandOff, counted: Counted, link: Link) -> float:
 def slower(hand_off: HandOff, counted: Counted, link: Link, options: PlanOptions | None = None) -> Slower | None:
     """Return the changes that help against a faster connector, vLLM's first; None if no connector is faster.
 
-    The changes are tried one at a time: D's caches on a device, then block sizes, the kernel block and the layout.
+    The changes are tried one at a time: the connector's setting, then block sizes, the kernel block and the layout.
     """
     own = own_seconds(hand_off, counted, link)
     connectors = ((name, _seconds(found, link)) for name, found in ((VLLM, counted.vllm), (NO_HMA, counted.no_hma)))
@@ -146,11 +148,11 @@ def _tried(hand_off: HandOff, link: Link, options: PlanOptions | None) -> Iterat
 
 
 def _permuted(hand_off: HandOff, link: Link, options: PlanOptions | None) -> Change:
-    """Count reads of P's blocks in P's order, as the connector reads if D's caches are on a device."""
+    """Count reads of P's blocks in P's order, as with the connector's setting."""
     counts, permuted = [], 0
     for local in hand_off.decode:
         transfer = hand_off.plan(local, options).transfer(hand_off.tokens, *hand_off.spans(local))
-        reads = permuted_reads(transfer, local, hand_off.prefill, DEVICE_PERMUTE_BYTES)
+        reads = permuted_reads(transfer, local, hand_off.prefill, PERMUTE_BYTES)
         counts.append(Count(sum(len(read.local) for read in reads), transfer.bytes))
         permuted += sum(int(read.permutes[:, 2:].prod(axis=1).sum()) for read in reads)
-    return Change("having D's caches on a device", slowest(counts, link), permuted)
+    return Change(f"permute_bytes={PERMUTE_BYTES} in D's settings", slowest(counts, link), permuted)

@@ -10,9 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
 
 from kvhma.errors import SettingsError
-from kvhma.geometry import Memory
 from kvhma.nixl.library import MAX_PROGRESS_DELAY_US, PROGRESS_DELAY_US, READER_PROGRESS_DELAY_US
-from kvhma.permute import DEVICE_PERMUTE_BYTES
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, DEFAULT_MAX_DESCRIPTORS
 from kvhma.vllm.config.allow_list import ANY, AllowedEngines, AllowedSources
 from kvhma.vllm.wire.params import Address
@@ -232,6 +230,12 @@ class Settings:
         "set: after an hour, and only if the engine does not answer any more "
         "([why](#engines-that-are-not-used))",
     )
+    permute_bytes: int = _row(
+        0,
+        _BYTES,
+        "on D, if P's blocks are shorter than its own: bytes that D may permute to save a descriptor "
+        "([when it is worth it](tuning.md#descriptors))",
+    )
     backends: tuple[str, ...] = _row(
         ("UCX",), Kind("a list of names", _names), "NIXL's transports, in order of preference", shown='`["UCX"]`'
     )
@@ -313,12 +317,6 @@ class Settings:
         "a load has at most 4,194,304 descriptors on a rank of D",
         "descriptors.md#how-many-there-can-be",
     )
-    permute_bytes: int | None = _deprecated(
-        None,
-        _BYTES,
-        "D reads P's shorter blocks whole and permutes them if its caches are on a device",
-        "tuning.md#descriptors",
-    )
     progress_delay_us: int | None = _deprecated(
         None,
         _number(int, 0, MAX_PROGRESS_DELAY_US),
@@ -391,16 +389,6 @@ class Settings:
         if self.progress_delay_us is not None:
             return self.progress_delay_us
         return READER_PROGRESS_DELAY_US if copies else PROGRESS_DELAY_US
-
-    def bytes_to_permute(self, memory: Memory) -> int:
-        """Return how many bytes D may permute to save one descriptor; with 0 it permutes nothing.
-
-        Args:
-            memory: that D reads into.
-        """
-        if self.permute_bytes is not None:
-            return self.permute_bytes
-        return 0 if memory == "DRAM" else DEVICE_PERMUTE_BYTES
 
     def prewarms(self, *, on_host: bool, loopback: bool) -> bool:
         """Return whether a worker prewarms its transport. It costs a quarter of a second at the start.

@@ -160,7 +160,7 @@ class ReadSteps:
         transfer = engine.plan.transfer(command.num_tokens, list(required(read.places)), list(command.remote.spans))
         reads: Sequence[Read | PermutedRead] = transfer.reads
         permutes: list[NDArray[np.uint64]] = []
-        if permute_bytes := self._context.settings.bytes_to_permute(self._memory.kind):
+        if permute_bytes := self._context.settings.permute_bytes:
             remote = [None if peer is None else peer.geometry for peer in engine.peers]
             permuted = permuted_reads(transfer, self._context.geometry, remote, permute_bytes)
             reads, permutes = permuted, [of_read.permutes for of_read in permuted if len(of_read.permutes)]
