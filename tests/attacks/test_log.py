@@ -100,5 +100,27 @@ def test_no_line_of_a_traceback_looks_like_one_of_the_log(log):
     assert first.isprintable()
     assert any("forged" in line for line in others)
     assert all(line.startswith("| ") and line.isprintable() for line in others)
-    assert len(others) <= 200
+    assert len(others) <= 201
     assert not any(letter in written[0] for letter in "\r\x1b\x85\u2028")
+
+
+def test_a_long_traceback_ends_with_the_error(log):
+    """Formerly its last lines were left out, which say what went wrong."""
+    logger, written = log
+
+    def fall(depth: int) -> None:
+        if depth == 0:
+            raise ValueError("the reason")
+        try:
+            fall(depth - 1)
+        except ValueError as error:
+            raise ValueError(f"at {depth}") from error
+
+    try:
+        fall(60)
+    except ValueError:
+        logger.exception("kvhma: internal error")
+    lines = written[0].split("\n")
+    assert len(lines) == 202
+    assert any(line.startswith("| ... ") and line.endswith(" lines left out") for line in lines)
+    assert lines[-1] == "| ValueError: at 60"

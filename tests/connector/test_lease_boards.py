@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +22,7 @@ pytest.importorskip("torch")
 
 from kvhma.errors import TransferError
 from kvhma.nixl import PreparedRead
+from kvhma.vllm.connector import _make_board
 from kvhma.vllm.holds import lease_table
 from kvhma.vllm.holds.lease_boards import LeaseBoards
 from kvhma.vllm.holds.lease_table import LeaseTable
@@ -619,3 +621,14 @@ def test_a_lost_engine_whose_board_is_read_keeps_nobody_waiting(p, d, stuck):
     assert board._place is not None, "something may be written there"
     states.append("ended")
     until(lambda: board._place is None)
+
+
+def test_a_board_that_nixl_does_not_register_leaves_nothing():
+    """Formerly the descriptor of its file stayed open, once for each wake from sleep."""
+
+    def register(geometry):
+        raise TransferError("NIXL_ERR_BACKEND")
+
+    before = {entry.name for entry in Path("/proc/self/fd").iterdir()}
+    assert _make_board(SimpleNamespace(register=register), bytes(32)) is None
+    assert {entry.name for entry in Path("/proc/self/fd").iterdir()} == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -84,7 +85,9 @@ def running_pair(mounts, files):
     words = [word for pair in mounts for word in map(str, pair)]
     script = " && ".join([MOUNT] * len(mounts)) + ' && exec "$@"'
     command = ["unshare", "-rm", "sh", "-ec", script, "sh", *words, sys.executable, "-m", "support.rotating_pair"]
-    with subprocess.Popen([*command, *map(str, files)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as it:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([*command, *map(str, files)], env=environment, **pipes) as it:
         try:
             yield Pair(it)
         finally:

@@ -199,6 +199,13 @@ def test_metadata_nixl_refuses(world, name):
     assert world.p.connect(world.d.handshake_payload(world.d_geometry)).name == "D"
 
 
+def test_a_warm_peer_is_left_alone(world):
+    """Another handshake over it must not end the reads of the first one, if P just stalls."""
+    world.d.warm_up(world.peer, timeout=0)
+    assert "transfer" not in world.d_nixl.calls
+    assert world.peer.gone is None
+
+
 @pytest.mark.parametrize("method", ["transfer", "check_xfer_state", "initialize_xfer"])
 def test_a_peer_that_is_dead_by_the_time_of_the_warm_up(world, method):
     world.net.polls = 1

@@ -235,6 +235,8 @@ class Agent:
     def warm_up(self, peer: Peer, timeout: float = 10.0) -> None:
         """Read a few bytes of a peer's caches, so that no later transfer waits until the connection is set up.
 
+        A peer that is warm already is left alone: others may read from it.
+
         Args:
             peer: the result of :meth:`connect` without `warm_up`.
             timeout: seconds to wait for the peer to answer.
@@ -245,9 +247,12 @@ class Agent:
         """
         # Adding an agent and sending it a notification only start to connect. The next transfer would wait for the
         # connection, for tens of milliseconds.
+        if peer.is_warm:
+            return
         rows = self._scratch.for_read(peer)
         if rows is None:
             self.notify(peer, WARM_UP)
+            peer.is_warm = True
             return
         local, remote, size = rows
         memory = {"local_memory": local.memory, "remote_memory": remote.memory}
@@ -260,6 +265,7 @@ class Agent:
             with self._session.lock:
                 peer.gone = peer.gone or f"no answer in {timeout} s"
             raise TransferError(f"peer {peer.name!r}: {peer.gone}")
+        peer.is_warm = True
 
     def disconnect(self, peer: Peer, timeout: float = 10.0) -> None:
         """Disconnect a peer, lost or not: first its transfers end, then its prepared lists are released.

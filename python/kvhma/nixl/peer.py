@@ -25,12 +25,14 @@ class Peer:
         geometry: its caches.
         payload: the fields of its handshake payload, including its incarnation and its engine's extra bytes.
         gone: why it can no longer be read; None while it is connected.
+        is_warm: whether the connection is set up, from a first read on.
     """
 
     name: str
     geometry: Geometry = field(repr=False)
     payload: HandshakePayload = field(repr=False)
     gone: str | None = None
+    is_warm: bool = False
 
 
 def metadata_start(name: str) -> bytes:

@@ -387,10 +387,13 @@ register()
 
 def _make_board(agent: Agent, public_key: bytes) -> LeaseBoard | None:
     """Make and register a lease board. If that fails, return None: only engines with our secret then read from us."""
+    board: LeaseBoard | None = None
     try:
         board = LeaseBoard(public_key)
         agent.register(Geometry(regions=(board.region,), groups=(), layers=()))
     except (OSError, KvhmaError) as error:
+        if board is not None:
+            board.close()
         logger.warning(
             "kvhma: no lease board, so decode engines will ask for their leases, and refuse this engine if there is "
             "no secret: %s",

@@ -36,7 +36,6 @@ class SchedulerContext:
         manager: vLLM's block manager; None until vLLM has bound it.
         partial_hits: whether a hit of its prefix cache may end inside a block.
         prompts: digests of prompts.
-        sources: engines that requests may be loaded from.
         peers: ask other engines.
     """
 
@@ -49,15 +48,18 @@ class SchedulerContext:
     manager: KVCacheManager | None = None
     partial_hits: bool = False
     prompts: PromptDigests = field(init=False)
-    sources: AllowedSources = field(init=False)
     peers: Peers = field(init=False)
 
     def __post_init__(self) -> None:
         """Start without threads."""
         # With `model_id`, the paths of equal adapters may differ.
         self.prompts = PromptDigests(adapter_paths=self.settings.model_id is None)
-        self.sources = self.settings.sources(has_secret=self.secrets.enabled)
         self.peers = Peers(self.settings.handshake_timeout, self.secrets, self.stats, self.sources)
+
+    @property
+    def sources(self) -> AllowedSources:
+        """The engines that requests may be loaded from."""
+        return self.settings.sources(has_secret=self.secrets.enabled)
 
     def transfer_tables(self, tables: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the block tables of the groups that are transferred."""

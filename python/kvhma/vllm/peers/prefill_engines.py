@@ -365,7 +365,8 @@ class PrefillEngines:
     def _boards_of(self, peers: list[Peer | None]) -> tuple[BoardReader, ...]:
         """Check whose memory each peer is; return readers of their boards, or of none if P does not write to all.
 
-        The check is the first read of a peer: metadata that an attacker edited may name memory that P does not have.
+        The checks are the first reads of the peers: metadata that an attacker edited may name memory that a worker does
+        not have.
 
         All boards of an engine have the same marks. But an attacker may replay the identity of another engine's worker
         beside its own worker, whose board it can forge. So a board only verifies its own worker's memory.
@@ -375,14 +376,21 @@ class PrefillEngines:
             TransferError: a worker could not be read from now.
         """
         timeout, with_secret = self._settings.handshake_timeout, self._context.secrets.enabled
+        # As for the answers: the engine decides its number of ranks, so the deadline is for all of them together.
+        deadline = time.monotonic() + _HANDSHAKE_TIMEOUTS * timeout
+
+        def left() -> float:
+            return max(0.0, min(timeout, deadline - time.monotonic()))
+
         with ExitStack() as opened:
             boards: list[BoardReader | None] = []
             for peer in filter(None, peers):
-                board = self._boards.checked_reader(peer, timeout, with_secret=with_secret)
+                board = self._boards.checked_reader(peer, left(), with_secret=with_secret)
                 if board is not None:
                     opened.callback(board.close)
                 boards.append(board)
-                self._agent.warm_up(peer, timeout)
+            for peer in filter(None, peers):
+                self._agent.warm_up(peer, left())
             useful = tuple(board for board in boards if board is not None and board.useful)
             if len(useful) < len(boards):
                 return ()

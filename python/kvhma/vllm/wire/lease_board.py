@@ -54,8 +54,8 @@ _FIRST_PLACE = 1 << 45
 _PLACE_BYTES = 64 << 10
 """From one place to the next: the largest pages of a kernel."""
 
-_FIXED, _FIXED_NOREPLACE = 0x10, 0x10_0000
-"""Of mmap: map at this address, replacing all that is there; or fail if something is there."""
+_FIXED, _FIXED_NOREPLACE, _NORESERVE = 0x10, 0x10_0000, 0x4000
+"""Of mmap: map at this address, replacing all that is there; or fail if something is there; count no memory for it."""
 
 assert len(OPENED) == MARK_BYTES  # noqa: S101
 
@@ -144,7 +144,7 @@ class _Places:
         """
         with self._lock:
             if not self._mapped:
-                _map(_FIRST_PLACE, BOARD_PLACES * _PLACE_BYTES, mmap.PROT_READ, _FIXED_NOREPLACE, -1)
+                _map(_FIRST_PLACE, BOARD_PLACES * _PLACE_BYTES, mmap.PROT_READ, _FIXED_NOREPLACE | _NORESERVE, -1)
                 self._mapped = True
                 self._free += reversed(range(BOARD_PLACES))
         # Without the lock: Python may collect a board, and so call `unmap_board`, anywhere in this thread.

@@ -20,6 +20,8 @@ _SECONDS = 6.0
 _MAX_KINDS = 1024
 
 _MAX_TRACEBACK_LINES = 200
+_FIRST_TRACEBACK_LINES = 50
+"""Most lines of a traceback, and how many of them are its first: its last lines say what the error was."""
 
 
 class _Plain:
@@ -45,7 +47,10 @@ class _OneLine(logging.Filter):
         record.args = tuple(arg if isinstance(arg, Number) else _Plain(arg) for arg in args)
         if record.exc_info and not record.exc_text:
             # Each line begins with a mark, so no text of an error looks like a line of the log.
-            lines = "".join(traceback.format_exception(*record.exc_info)).splitlines()[:_MAX_TRACEBACK_LINES]
+            lines = "".join(traceback.format_exception(*record.exc_info)).splitlines()
+            if (left_out := len(lines) - _MAX_TRACEBACK_LINES) > 0:
+                first = lines[:_FIRST_TRACEBACK_LINES]
+                lines = [*first, f"... {left_out} lines left out", *lines[len(first) + left_out :]]
             record.exc_text = "\n".join(f"| {one_line(line)}" for line in lines)
         return True
 

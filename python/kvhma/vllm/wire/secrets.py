@@ -17,10 +17,10 @@ import ssl
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from cryptography import x509
@@ -41,9 +41,6 @@ _DIGEST_BYTES = 16
 
 _REREAD_SECONDS = 1.0
 """How often the file is checked for changes."""
-
-_STEP_PATIENCE = 5
-"""How many times as long a step of the engine leaves that to the listener's thread: new keys take 50 ms a secret."""
 
 
 class SecretSettings(Protocol):
@@ -107,6 +104,8 @@ class Secrets:
         self._read_at = time.monotonic()
         self._unusable = False
         """Whether the file is unusable now, which is logged once."""
+        self._is_refreshed = False
+        """Whether a listener's thread reads the file, so that no step of the engine does: keys take 50 ms a secret."""
 
     @classmethod
     def load(cls, settings: SecretSettings) -> Secrets:
@@ -154,23 +153,19 @@ class Secrets:
 
     def refresh(self) -> None:
         """Read the file again if it may have changed. The listener's thread calls this at least every second."""
+        self._is_refreshed = True
         self._now()
 
     def _now(self, *, in_step: bool = False) -> _Current:
-        """Return the secrets. A step of the engine does not wait while another thread makes keys."""
-        patience = _REREAD_SECONDS * (_STEP_PATIENCE if in_step else 1)
+        """Return the secrets. A step of the engine reads no file if the listener's thread does."""
         file = self._file
-        if (
-            file is not None
-            and time.monotonic() - self._read_at > patience
-            and self._lock.acquire(blocking=not in_step)
-        ):
-            try:
-                if time.monotonic() - self._read_at > patience:
+        if file is not None and time.monotonic() - self._read_at > _REREAD_SECONDS:
+            if in_step and self._is_refreshed:
+                return self._current
+            with self._lock:
+                if time.monotonic() - self._read_at > _REREAD_SECONDS:
                     self._reread(file)
                     self._read_at = time.monotonic()
-            finally:
-                self._lock.release()
         return self._current
 
     def _reread(self, file: Path) -> None:
@@ -180,7 +175,8 @@ class Secrets:
                 if 0 <= time.time() - changed_at < _REREAD_SECONDS:
                     return  # its writer may not have finished
                 found = tuple(_lines(data, _name(file)))
-                current = self._current if found == self._read else _derive(found)
+                known = dict(zip(self._read, self._current.credentials, strict=True))
+                current = self._current if found == self._read else _derive(found, known)
         except SettingsError as error:
             if not self._unusable:
                 logger.warning("kvhma: %s; the secrets stay as they were", error)
@@ -244,10 +240,11 @@ def _digest(data: bytes, key: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES, key=key).digest()
 
 
-def _derive(secrets: Sequence[bytes]) -> _Current:
+def _derive(secrets: Sequence[bytes], known: Mapping[bytes, _Credential] = MappingProxyType({})) -> _Current:
+    """Return the keys of secrets; those that are `known` are not made again."""
     if not secrets:
         return _Current()
-    credentials = tuple(_credential(secret) for secret in secrets)
+    credentials = tuple(known.get(secret) or _credential(secret) for secret in secrets)
     return _Current(
         credentials,
         _context(ssl.PROTOCOL_TLS_SERVER, credentials),
@@ -256,7 +253,6 @@ def _derive(secrets: Sequence[bytes]) -> _Current:
     )
 
 
-@lru_cache(2 * MAX_SECRETS)
 def _credential(secret: bytes) -> _Credential:
     """Derive the keys of a secret, and a certificate that is the same at every engine with this secret."""
     # Unknown peers see signed parameters and the certificate, and may guess secrets offline: make each guess expensive.
