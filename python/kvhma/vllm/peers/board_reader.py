@@ -71,11 +71,8 @@ class BoardReader:
         """
         peer = self._read.peer
         with self._lock:
-            self._began_at = time.monotonic()
-            self._reading = self._read.post()
-            if not self._reading.wait(timeout):
+            if not self._read_anew(timeout):
                 raise TransferError(f"the lease board of {peer.name!r} was not read in {timeout} s")
-            self._take_reading()
         expected, found = owner_of(peer.payload.public_key), self._board[:OWNER_BYTES]
         if found != expected:
             raise HandshakeError(
@@ -97,10 +94,7 @@ class BoardReader:
             try:
                 self._take_reading()
                 if self._useful and self._reading is None and self._shown_at <= since:
-                    self._began_at = time.monotonic()
-                    self._reading = self._read.post()
-                    self._reading.wait(_AT_ONCE_SECONDS)
-                    self._take_reading()
+                    self._read_anew(_AT_ONCE_SECONDS)
             except KvhmaError as error:  # if P is lost, the question to P will fail
                 logger.info(
                     "kvhma: cannot read the lease board of %r, so it is asked for its leases: %s",
@@ -110,6 +104,14 @@ class BoardReader:
                 self._useful = False
             late = self._reading is not None and time.monotonic() - self._began_at > _LATE_SECONDS
             return (math.inf, b"") if late or not self._useful else (self._shown_at, self._board)
+
+    def _read_anew(self, seconds: float) -> bool:
+        """Begin to read the board, and wait for it; return whether it was read in some seconds. The lock is held."""
+        self._began_at = time.monotonic()
+        self._reading = self._read.post()
+        done = self._reading.wait(seconds)
+        self._take_reading()
+        return done
 
     def _take_reading(self) -> None:
         """Store the board if a read has ended."""

@@ -75,7 +75,6 @@ class Connection:
 
     Attributes:
         host: the peer's numeric address.
-        waits_for: the tickets whose progress its question waits for; none while no question waits.
         events: of :mod:`selectors`, that it waits for.
         answered: number of answered questions.
         deadline: when the listener closes it if nothing comes, on the monotonic clock. While a question waits: when it
@@ -86,7 +85,6 @@ class Connection:
         """Take an accepted connection; call `answer` for each question."""
         self.socket = accepted
         self.host = host
-        self.waits_for: tuple[bytes, ...] = ()
         self.events = selectors.EVENT_READ
         self.answered = 0
         self._secrets = secrets
@@ -96,11 +94,11 @@ class Connection:
         self._received = bytearray()
         self._unsent = memoryview(b"")
         self._refused = ""
-        self._ask_again: Callable[[float], Answer | Later] | None = None
-        """Answers the waiting question; None while no question waits."""
+        self._later: Later | None = None
+        """How the waiting question is answered; None while no question waits."""
         self._asked_at = 0.0
         self._question_bytes = 0
-        """Of the waiting question."""
+        """When the last question came, and its bytes while it waits."""
         self._certificate: bytes | None = None
         self.deadline = time.monotonic() + (HANDSHAKE_SECONDS if secrets.enabled else IDLE_SECONDS)
         accepted.setblocking(False)
@@ -112,9 +110,14 @@ class Connection:
         return len(self._received) + self._question_bytes
 
     @property
+    def waits_for(self) -> tuple[bytes, ...]:
+        """The tickets whose progress its question waits for; none while no question waits."""
+        return () if self._later is None else self._later.tickets
+
+    @property
     def waits_for_peer(self) -> bool:
         """Whether the peer has begun to connect, to ask or to take an answer, and is not done."""
-        return self._ask_again is None and (self._advance is not Connection._receive or bool(self._received))
+        return self._later is None and (self._advance is not Connection._receive or bool(self._received))
 
     @property
     def unsent(self) -> int:
@@ -209,21 +212,21 @@ class Connection:
 
     def answer_waiting(self) -> None:
         """Answer the waiting question if its answer is known by now; raises as :meth:`advance`."""
-        if self._ask_again is not None:
-            self._take_answer(self._ask_again(time.monotonic() - self._asked_at), self._question_bytes)
+        if self._later is not None:
+            self._take_answer(self._later.ask_again(time.monotonic() - self._asked_at), self._question_bytes)
 
     def _take_answer(self, answer: Answer | Later, question_bytes: int) -> None:
         if not isinstance(answer, Later):
             self._stop_waiting()
             self._send(answer)
             return
-        self.waits_for, self._ask_again, self._question_bytes = answer.tickets, answer.ask_again, question_bytes
+        self._later, self._question_bytes = answer, question_bytes
         self._advance = Connection._wait
         self.events = selectors.EVENT_READ
         self.deadline = time.monotonic() + answer.seconds
 
     def _stop_waiting(self) -> None:
-        self.waits_for, self._ask_again, self._question_bytes = (), None, 0
+        self._later, self._question_bytes = None, 0
 
     def _wait(self) -> None:
         """Something came while a question waits: the end of the connection, or another question."""
