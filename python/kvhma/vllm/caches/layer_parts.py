@@ -95,6 +95,11 @@ class LayerCache:
     by_head: bool = False
     sections: tuple[int, ...] | None = None
 
+    @property
+    def is_state(self) -> bool:
+        """Whether it holds states, and no tokens."""
+        return type(self.spec).__name__ == "MambaSpec"
+
     @classmethod
     def read(cls, name: str, spec: Any, view: View) -> LayerCache:
         """Read a spec of a known kind.
@@ -102,8 +107,9 @@ class LayerCache:
         Raises:
             GeometryError: spec and view contradict each other; the text names the layer and both values.
         """
-        if type(spec).__name__ == "MambaSpec":
-            return cls(name, spec, view)
+        cache = cls(name, spec, view)
+        if cache.is_state:
+            return cache
         item, stride = view.item_bytes, view.strides[3]
         if stride != item:
             raise GeometryError(f"layer {name!r}: content stride is {stride}, an item has {item} bytes")
@@ -124,7 +130,7 @@ def parts_of(cache: LayerCache, rank_info: RankInfo) -> tuple[Part, ...]:
     Raises:
         GeometryError: spec and view contradict each other; the text names the layer and both values.
     """
-    if type(cache.spec).__name__ == "MambaSpec":
+    if cache.is_state:
         return _state(cache, rank_info)
     if cache.sections is not None:
         return _by_token(cache, cache.sections)
