@@ -22,13 +22,8 @@ _NAME = re.compile(r"[a-z0-9_](?:[a-z0-9_-]*[a-z0-9_])?(?:\.[a-z0-9_](?:[a-z0-9_
 _MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
 """IPv4 addresses as IPv6 writes them."""
 
-_PRIVATE = tuple(
-    ipaddress.ip_network(text)
-    for text in (
-        *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"),
-        *("::1", "fc00::/7", "fe80::/10"),
-    )
-)
+_IPV4 = ("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10")
+_PRIVATE = tuple(map(ipaddress.ip_network, (*_IPV4, "::1", "fc00::/7", "fe80::/10")))
 """Loopback, and networks that the internet does not route: RFC 1918, RFC 6598 (pods of some clusters), RFC 4193, links.
 
 IPv4's link-local addresses are left out: clouds serve the credentials of a host at one of them."""
@@ -127,10 +122,11 @@ class AllowedSources:
             address: as in the parameters.
             numeric: the same address, looked up.
         """
-        if not self.only_private or self._is_named(address):
+        if not self.only_private:
             return None
         network = _network(numeric.host.partition("%")[0])
-        if network is not None and any(network[0] in private for private in _PRIVATE):
+        is_private = network is not None and any(network[0] in private for private in _PRIVATE)
+        if is_private or self._is_named(address):
             return None
         where = f"{address}" if address.is_numeric else f"{address} ({numeric.host})"
         return (
