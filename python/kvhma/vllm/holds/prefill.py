@@ -12,7 +12,6 @@ from kvhma._kvhma import first_entries
 from kvhma.errors import KvhmaError, RequestError
 from kvhma.geometry import Geometry, Span
 from kvhma.planning import live_spans
-from kvhma.text import one_line
 from kvhma.vllm.device.slots import Slots
 from kvhma.vllm.holds.held_blocks import free_blocks, hold_blocks
 from kvhma.vllm.holds.lease_boards import LeaseBoards
@@ -341,4 +340,4 @@ class PrefillScheduler:
 def _some(ended: Sequence[EndedLease]) -> tuple[int, str]:
     """Return how many requests there are, and the first of their names; clients may have chosen these."""
     more = ", ..." if len(ended) > _MAX_NAMES else ""
-    return len(ended), ", ".join(one_line(key.request_id) for key, _ in ended[:_MAX_NAMES]) + more
+    return len(ended), ", ".join(key.request_id for key, _ in ended[:_MAX_NAMES]) + more

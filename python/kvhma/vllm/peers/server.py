@@ -16,7 +16,6 @@ from typing import Protocol
 import msgspec
 
 from kvhma.errors import HandshakeError
-from kvhma.text import one_line
 from kvhma.vllm.counters import Counters
 from kvhma.vllm.peers.connection import Later
 from kvhma.vllm.peers.connections import Connections
@@ -231,8 +230,9 @@ class Listener:
                     self._tickets.cancel_ticket(question.ticket)
                 return Done()
             case Refused():
-                engine_id, text = one_line(question.engine_id), one_line(question.text)
-                logger.warning("kvhma: engine %s cannot read the caches of this engine: %s", engine_id, text)
+                logger.warning(
+                    "kvhma: engine %s cannot read the caches of this engine: %s", question.engine_id, question.text
+                )
                 return Done()
 
     def _state(self, question: Renew | Finish, states: list[LeaseState]) -> Leases:
