@@ -88,19 +88,22 @@ def test_the_log_says_where_others_are_told_to_come(log, monkeypatch):
     assert said.count("listens at 127.0.0.1:5600 and advertises gate.example:31000") == 1
 
 
+def warning(said, words):
+    (line,) = [line for line in said.splitlines() if words in line]
+    assert line.startswith("WARNING")
+    return line
+
+
 def test_the_log_says_in_one_line_which_settings_of_upstream_change_nothing(log):
     said = log(push_registration_timeout=480, enforce_handshake_compat=False)
-    (line,) = [line for line in said.splitlines() if "settings of vLLM's own connector" in line]
-    assert line.startswith("WARNING")
+    line = warning(said, "settings of vLLM's own connector")
     assert "enforce_handshake_compat (what cannot be read right" in line
     assert "push_registration_timeout (nothing is pushed" in line
     assert "own connector" not in log(enforce_handshake_compat=True)
 
 
 def test_the_log_says_in_one_line_which_settings_the_next_release_ignores(log):
-    said = log(load_retries=0, host_staged=True)
-    (line,) = [line for line in said.splitlines() if "deprecated" in line]
-    assert line.startswith("WARNING")
+    line = warning(log(load_retries=0, host_staged=True), "deprecated")
     assert "which the next release ignores: load_retries (D retries a load once" in line
     assert "host_staged (blocks go through host memory if vLLM's kv_buffer_device is cpu" in line
     assert "deprecated" not in log(kv_lease_duration=20)

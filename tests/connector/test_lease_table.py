@@ -40,7 +40,7 @@ def add(table, name, blocks=(), turn_seconds=None):
 
 
 def answer(table, name, blocks=()):
-    """Add a turn that is kept for the next turn of its conversation."""
+    """Hold an answer for the next turn of its chat."""
     return add(table, name, blocks, turn_seconds=480.0)
 
 
