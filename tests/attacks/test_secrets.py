@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import ssl
+import struct
 import threading
 import time
 from itertools import chain, repeat
@@ -256,6 +257,24 @@ def test_only_the_listener_does_not_accept_the_others_secret():
         for _ in range(20):
             with pytest.raises(HandshakeError, match=r"the secrets of .* differ"):
                 asks(found.at, asking)
+
+
+def test_a_refusal_is_read_where_the_question_cannot_be_sent_any_more(monkeypatch):
+    # The alert of TLS, and the reset behind it, come after the client has looked whether it may ask.
+    ended = threading.Event()
+
+    def serve(raw):
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        wrapped = A.server_context().wrap_socket(raw, server_side=True, do_handshake_on_connect=False)
+        with wrapped, contextlib.suppress(ssl.SSLError):
+            wrapped.do_handshake()
+        ended.set()
+
+    with hostile(serve) as address, Client(address, 10 * HANG_SECONDS, Secrets([b"b" * 32, b"a" * 32])) as client:
+        assert ended.wait(10 * HANG_SECONDS)
+        monkeypatch.setattr(client, "idle", lambda: True)
+        with pytest.raises(HandshakeError, match=r"the secrets of .* differ"):
+            client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
 
 
 def test_a_listener_of_another_secret_learns_nothing():

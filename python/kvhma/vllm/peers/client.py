@@ -221,8 +221,17 @@ class Client:
             self._error = self._error or self._failure(error)
 
     def _flush(self) -> None:
-        while self._unsent:
-            self._unsent = self._unsent[self._socket.send(self._unsent) :]
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[self._socket.send(self._unsent) :]
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise
+        except OSError:
+            # The connection has ended. What the listener said before says why: a refusal, or an alert of TLS.
+            self._unsent = memoryview(b"")
+            self._attempt(self._read)
+            if not self._complete():
+                raise
 
     def _read(self) -> None:
         while not self._complete():
