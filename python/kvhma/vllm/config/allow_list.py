@@ -11,6 +11,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 from kvhma.vllm.wire.params import Address
@@ -124,9 +125,7 @@ class AllowedSources:
         """
         if not self.only_private:
             return None
-        network = _network(numeric.host.partition("%")[0])
-        is_private = network is not None and any(network[0] in private for private in _PRIVATE)
-        if is_private or self._is_named(address):
+        if _is_private(numeric.host) or self._is_named(address):
             return None
         where = f"{address}" if address.is_numeric else f"{address} ({numeric.host})"
         return (
@@ -136,6 +135,12 @@ class AllowedSources:
 
     def _is_named(self, address: Address) -> bool:
         return any(AllowedEngines.at(named).covers(address) for named in self.named)
+
+
+@lru_cache  # the step of an engine asks for each request, mostly about the same few hosts
+def _is_private(host: str) -> bool:
+    network = _network(host.partition("%")[0])
+    return network is not None and any(network[0] in private for private in _PRIVATE)
 
 
 def _name(host: str) -> str:

@@ -14,6 +14,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Annotated, Any, NamedTuple
 
 from kvhma._kvhma import ids_to_text, text_to_ids
@@ -59,26 +60,36 @@ class Address(NamedTuple):
     @property
     def is_wildcard(self) -> bool:
         """Whether the host means every address of a machine, which a listener binds to and no client connects to."""
-        with contextlib.suppress(OSError, ValueError):
-            return not any(socket.inet_aton(self.host))  # the resolver reads "0" and "0x0" as 0.0.0.0 too
-        try:
-            found = ipaddress.IPv6Address(self.host.partition("%")[0])
-        except ValueError:
-            return False
-        return not int(found.ipv4_mapped or found)
+        return _is_wildcard(self.host)
 
     @property
     def is_numeric(self) -> bool:
         """Whether the host is an IP address, not a name."""
-        host, _, scope = self.host.partition("%")
-        try:
-            ipaddress.ip_address(host)
-        except ValueError:
-            return False
-        return re.fullmatch(r"[A-Za-z0-9_.-]*", scope, re.ASCII) is not None
+        return _is_numeric(self.host)
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
+
+
+@lru_cache
+def _is_wildcard(host: str) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return not any(socket.inet_aton(host))  # the resolver reads "0" and "0x0" as 0.0.0.0 too
+    try:
+        found = ipaddress.IPv6Address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return not int(found.ipv4_mapped or found)
+
+
+@lru_cache
+def _is_numeric(host: str) -> bool:
+    host, _, scope = host.partition("%")
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return re.fullmatch(r"[A-Za-z0-9_.-]*", scope, re.ASCII) is not None
 
 
 class Incarnation(NamedTuple):

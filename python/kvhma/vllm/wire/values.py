@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_type_hints
 
 from kvhma.errors import RequestError
@@ -34,28 +35,28 @@ class Form(NamedTuple):
     write: Callable[[Any], Any] = lambda value: value
 
 
-class Key(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Key:
     """Where the parameters have a value.
 
     Attributes:
         name: its key, with the dictionary that has it: ``kvhma.tokens``.
         form: how it is written.
         sign: returns what the digest covers of an optional value; None for the value by its key, as new fields have it.
+        short: its key without that dictionary.
+        is_own: whether that dictionary is ``kvhma``.
     """
 
     name: str
     form: Form
     sign: Callable[[Any], Any] | None = None
+    short: str = field(init=False)
+    is_own: bool = field(init=False)
 
-    @property
-    def is_own(self) -> bool:
-        """Whether the value is in the ``kvhma`` dictionary."""
-        return self.name.startswith("kvhma.")
-
-    @property
-    def short(self) -> str:
-        """The key without its dictionary."""
-        return self.name.rsplit(".", 1)[-1]
+    def __post_init__(self) -> None:
+        # Each request reads and writes thirty values.
+        object.__setattr__(self, "short", self.name.rsplit(".", 1)[-1])
+        object.__setattr__(self, "is_own", self.name.startswith("kvhma."))
 
     def signed(self, value: Any) -> Any:
         """Return what the digest covers of an optional value, as JSON has it."""
