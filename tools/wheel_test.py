@@ -3,14 +3,16 @@
 
     python tools/wheel_test.py dist/kvhma-*.whl [PYTHON_WITH_TORCH]
 
-First with the declared dependencies only: the version, a plan, the import. Then with NIXL without its dependencies, by
-the command of the README: the demo. Then every code block and command of README and docs, by tests/unit/test_docs.py.
+First the SBOM: it has to name every crate that cargo links, with its licence, and no other. Next with the declared
+dependencies only: the version, a plan, the import. Then with NIXL without its dependencies, by the command of the
+README: the demo. Then every code block and command of README and docs, by tests/unit/test_docs.py.
 Last, where a Python with torch and NIXL is given, the blocks and the program of docs/torch.md and docs/other-engines.md
-that need it. Needs only Python. NIXL is left out where it has no wheels: macOS and free-threaded Python.
+that need it. Needs only Python and cargo. NIXL is left out where it has no wheels: macOS and free-threaded Python.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import subprocess
@@ -21,12 +23,17 @@ import time
 import venv
 import zipfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 NIXL = sys.platform == "linux" and not FREE_THREADED
 BLOCKS = "test_code_prints_what_it_says or test_commands_end_well_and_print_what_it_says or test_commands_in_sentences"
 WHERE = "import kvhma, sysconfig; assert kvhma.__file__.startswith(sysconfig.get_path('platlib')), kvhma.__file__"
+SBOM = "/sboms/kvhma-py.cyclonedx.json"
+# For every system, as in the SBOM.
+CARGO_TREE = ("cargo", "tree", "--locked", "--manifest-path", ROOT / "rust/py/Cargo.toml", "--edges", "normal")
+CARGO_TREE += ("--target", "all", "--prefix", "none", "--no-dedupe", "--format", "{p}|{l}")
 
 
 def run(folder: Path, *command: object, **variables: str) -> str:
@@ -39,6 +46,37 @@ def run(folder: Path, *command: object, **variables: str) -> str:
     if ended.returncode:
         sys.exit(f"{ended.stdout}\nended with {ended.returncode}")
     return ended.stdout
+
+
+def read_sbom(wheel: Path) -> dict[str, Any]:
+    """Return the SBOM that maturin wrote into a wheel; a second one would list libraries that it copied there."""
+    with zipfile.ZipFile(wheel) as packed:
+        found = [name for name in packed.namelist() if "/sboms/" in name]
+        assert len(found) == 1, f"{wheel.name} has the SBOMs {found}, not only {SBOM}"
+        assert found[0].endswith(SBOM), f"{wheel.name} has the SBOM {found[0]}, not {SBOM}"
+        sbom: dict[str, Any] = json.loads(packed.read(found[0]))
+        return sbom
+
+
+def sbom_faults(sbom: dict[str, Any], tree: str) -> list[str]:
+    """Return the differences between an SBOM and the crates that ``cargo tree`` printed, one sentence each."""
+    linked, named = {}, {}
+    for line in tree.splitlines():
+        crate, _, licence = line.partition("|")
+        name, version = crate.split()[:2]
+        linked[f"{name} {version[1:]}"] = licence.replace("/", " OR ")  # what cargo wrote before SPDX
+    for part in [sbom["metadata"]["component"], *sbom["components"]]:
+        if part["scope"] == "required":  # the others only build
+            licences = [licence.get("expression", "") for licence in part.get("licenses", [])]
+            named[f"{part['name']} {part['version']}"] = " AND ".join(licences)
+    found = [f"the SBOM does not name {crate}, which is linked" for crate in sorted(linked.keys() - named)]
+    found += [f"the SBOM names {crate}, which is not linked" for crate in sorted(named.keys() - linked)]
+    found += [
+        f"the SBOM has the licence {named[crate]!r} for {crate}, its manifest has {linked[crate]!r}"
+        for crate in sorted(linked.keys() & named)
+        if not linked[crate] or linked[crate] != named[crate]
+    ]
+    return found
 
 
 def with_torch(wheel: Path, python: Path, folder: Path) -> None:
@@ -57,6 +95,8 @@ def main(wheel: Path, torch: Path | None) -> None:
     versions = runpy.run_path(str(ROOT / "python/kvhma/versions.py"))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        if found := sbom_faults(read_sbom(wheel), run(folder, *CARGO_TREE)):
+            sys.exit("\n".join(found))
         venv.create(folder / "env", with_pip=True)
         programs = folder / "env/bin"
         pip = (programs / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check")
