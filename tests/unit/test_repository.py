@@ -18,6 +18,7 @@ yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[2]
 WORKFLOW = ROOT / ".github/workflows/ci.yml"
 RELEASE = ROOT / ".github/workflows/release.yml"
+WORKFLOWS = sorted((ROOT / ".github/workflows").iterdir())
 release = program("tools/release.py")
 WHEELS = release.WHEELS
 FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
@@ -55,12 +56,12 @@ def test_the_workflow_has_every_version():
     assert pythons == [f"3.{number}" for number in range(int(least[1][2:]), int(least[1][2:]) + len(pythons))]
 
 
-@pytest.mark.parametrize("path", [WORKFLOW, RELEASE], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_actions_are_pinned(path):
     workflow = read(path)
     assert workflow["permissions"] == {"contents": "read"}
     used = [step["uses"] for job in workflow["jobs"].values() for step in job["steps"] if "uses" in step]
-    assert len(used) >= 4
+    assert len(used) >= 2
     assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", name) for name in used)
     assert all("timeout-minutes" in job for job in workflow["jobs"].values())
 
@@ -69,10 +70,22 @@ def test_a_release_needs_every_test_and_no_token():
     jobs = read(RELEASE)["jobs"]
     publish = jobs.pop("publish")
     assert {"build", *publish["needs"]} == set(jobs)
-    assert (publish["environment"], publish["permissions"]["id-token"]) == ("pypi", "write")
+    assert publish["environment"] == "pypi"
+    assert publish["permissions"] == {"contents": "read", "id-token": "write", "attestations": "write"}
     assert not any("permissions" in job for job in jobs.values())
     assert "secrets" not in RELEASE.read_text()
     assert steps(publish)[-1] == "uv publish --trusted-publishing always dist/*"
+
+
+def test_a_release_says_who_built_its_files():
+    """GitHub's attestation and that of the package index, for every file, after all checks and before the upload."""
+    done = read(RELEASE)["jobs"]["publish"]["steps"][-4:]
+    assert done[0]["run"].startswith("python -m twine check")
+    assert done[1]["uses"].startswith("actions/attest@")
+    assert done[1]["with"] == {"subject-path": "dist/*"}
+    assert done[2]["run"] == "python -m pypi_attestations sign dist/*"
+    assert done[3]["run"].startswith("uv publish ")
+    assert "--no-attestations" not in done[3]["run"]
 
 
 def test_a_release_tests_what_it_builds():
