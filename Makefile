@@ -112,6 +112,23 @@ wheel-test: dist ## install the wheel of `make dist` into a fresh environment an
 	$(RELEASE)/bin/python -m twine check --strict dist/*
 	$(RELEASE)/bin/python tools/wheel_test.py dist/*.whl $(wildcard $(E2E)/bin/python)
 
+# cargo-deny reads RustSec's database on GitHub, pip-audit asks osv.dev: both need the network. Without --strict
+# pip-audit succeeds if it can look up no package. No pipes: the shell would lose the exit code of the first command.
+CARGO_DENY := 0.20.2
+PIP_AUDIT := $(BIN)/pip-audit --strict -s osv --no-deps --disable-pip
+LISTS := .reports/supply-chain
+.PHONY: supply-chain
+supply-chain: dev ## licences, sources and known holes of what kvhma depends on (needs the network)
+	cargo deny --version 2>/dev/null | grep -qx "cargo-deny $(CARGO_DENY)" || cargo install -q --locked cargo-deny@$(CARGO_DENY)
+	cargo deny --locked check
+	cargo deny --locked --manifest-path fuzz/Cargo.toml check advisories sources
+	$(BIN)/$(PIP) --group supply-chain
+	mkdir -p $(LISTS)
+	$(BIN)/python tools/floors.py > $(LISTS)/lowest.txt
+	$(BIN)/python -m pip freeze --exclude kvhma > $(LISTS)/installed.txt
+	$(PIP_AUDIT) -r $(LISTS)/lowest.txt
+	$(PIP_AUDIT) -r $(LISTS)/installed.txt
+
 .PHONY: mutants
 mutants: dev ## whether tests find the defects of tests/mutants.yaml, one after the other (ARGS=name for some)
 	$(BIN)/python tools/mutants.py $(ARGS)

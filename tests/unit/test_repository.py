@@ -18,6 +18,7 @@ yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[2]
 WORKFLOW = ROOT / ".github/workflows/ci.yml"
 RELEASE = ROOT / ".github/workflows/release.yml"
+SUPPLY_CHAIN = ROOT / ".github/workflows/supply-chain.yml"
 WORKFLOWS = sorted((ROOT / ".github/workflows").iterdir())
 release = program("tools/release.py")
 WHEELS = release.WHEELS
@@ -86,6 +87,15 @@ def test_a_release_says_who_built_its_files():
     assert done[2]["run"] == "python -m pypi_attestations sign dist/*"
     assert done[3]["run"].startswith("uv publish ")
     assert "--no-attestations" not in done[3]["run"]
+
+
+def test_dependencies_are_checked_also_if_nothing_changes():
+    workflow = read(SUPPLY_CHAIN)
+    (job,) = workflow["jobs"].values()
+    assert steps(job)[-1] == "make supply-chain"
+    assert "supply-chain" in targets()
+    when = workflow[True]  # YAML 1.1 reads the key `on` so
+    assert {"push", "pull_request", "schedule"} == set(when)
 
 
 def test_a_release_tests_what_it_builds():
