@@ -62,7 +62,9 @@ class ReceivedParams:
 
     def as_used(self, remote: PrefillParams) -> PrefillParams:
         """Return parameters as D uses them: a lease within bounds, a digest seed only if D compares, no items."""
-        remote = _bounded(remote)._replace(items=())
+        remote = _bounded(remote)
+        if remote.items:
+            remote = remote._replace(items=())
         is_compared = self._context.settings.content_digests or remote.content_seed is None
         return remote if is_compared else remote._replace(content_seed=None)
 
