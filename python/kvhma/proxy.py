@@ -238,7 +238,7 @@ class Proxy:
         """Prefill, then decode; stream the decode engine's answer to the client."""
         try:
             body = await request.json()
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, LookupError, RecursionError) as error:  # also a number too long, an unknown charset
             return invalid(f"the body is not JSON: {error}")
         if not isinstance(body, dict):
             return invalid("the body is not an object")
@@ -263,6 +263,8 @@ class Proxy:
             return await call.decode(next(self._turns["decode"]), request, handed)
         except UpstreamError as error:
             return web.json_response(error.body, status=error.status, headers=headers)
+        except RecursionError as error:  # nested as deep as can be read, which is deeper than can be written
+            return invalid(f"the body is nested too deep: {error}")
 
     async def _compute(self, call: Call, engine: str, body: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
         params = await call.prefill(engine, body, asked)

@@ -348,10 +348,18 @@ def test_a_client_that_hangs_up_ends_the_request_at_the_engine():
 def test_invalid_bodies():
     async def test():
         async with Fleet() as fleet:
-            for body in (b"{", b"[]", b"\xff"):
+            deep = [b"[" * depth + b"]" * depth for depth in (*range(940, 1000), 100_000)]
+            for body in (b"{", b"[]", b"\xff", b'{"prompt": ' + b"1" * 5000 + b"}", *deep):
                 async with fleet.client.post("/v1/completions", data=body) as answer:
                     assert answer.status == 400
+            odd = {"Content-Type": "application/json; charset=none"}
+            async with fleet.client.post("/v1/completions", data=b"{}", headers=odd) as answer:
+                assert answer.status == 400
             assert not fleet.prefill.asked
+            nested = [b'{"x": ' + b"[" * depth + b"]" * depth + b"}" for depth in range(940, 1000)]
+            for body in nested:
+                async with fleet.client.post("/v1/completions", data=body) as answer:
+                    assert answer.status in (200, 400)
 
     run(test())
 
