@@ -8,9 +8,7 @@ and answers that it holds every request. Formerly D then read P's blocks for the
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +19,7 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 pytest.importorskip("torch")
 
 from kvhma.geometry import Geometry, Region
-from kvhma.nixl import HandshakePayload, decode_handshake, encode_handshake, key_hash
+from kvhma.nixl import HandshakePayload, encode_handshake, key_hash
 from kvhma.vllm.failures import Failure
 from kvhma.vllm.holds.lease_boards import LeaseBoards
 from kvhma.vllm.holds.lease_table import LeaseTable
@@ -31,7 +29,7 @@ from kvhma.vllm.wire.lease_board import BOARD_PLACES, BoardFile, board_region, o
 from kvhma.vllm.wire.params import Address, LeaseKey, random_id
 from kvhma.vllm.wire.proofs import new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
-from support.boards import names_place
+from support.boards import WorkerProcess, names_place
 from support.counted import Counted
 from support.engines.engine import free_port
 from support.identity import EXTRA
@@ -40,37 +38,21 @@ from support.metadata import Metadata, moved
 from support.waiting import until
 from support.workers import DIGEST, PAGE, PAGES, Decode, params
 
-WORKER = Path(__file__).parents[1] / "support/board_worker.py"
 SECRET_BLOCK = 9
 """A block of another request at P."""
 
 
-class Worker:
+class Worker(WorkerProcess):
     """A worker in another process, and its scheduler in this process."""
 
     def __init__(self, seed: int) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(WORKER), str(seed)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        line = next(line for line in self.process.stdout if line.startswith("worker "))  # NIXL prints other lines
-        _, hello, private, self.path = line.split()
-        self.hello, self.private = bytes.fromhex(hello), bytes.fromhex(private)
-        self.said = decode_handshake(self.hello)
-        self.pages = np.random.default_rng(seed).integers(0, 256, (PAGES, PAGE), dtype=np.uint8)
+        super().__init__(seed)
         self.leases = LeaseTable(30.0)
 
     def open_board(self) -> None:
         """Let its scheduler open its board."""
         file = BoardFile(self.path, owner_of(self.said.public_key))
         self.leases.show_on_boards(LeaseBoards([file]))
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 @pytest.fixture(scope="module", params=["default", "tcp"])
@@ -239,6 +221,26 @@ def test_a_changed_key_of_the_transport_is_refused_by_it(p, d):
     assert loads_from(d, hello, key.private) is not None
     assert not d.memory.any()
     assert is_honest_load(d, p)
+
+
+def test_an_engine_may_serve_any_bytes_of_its_own(d):
+    """D reads from the engine that the parameters name, if it may read from there. Nothing says which bytes are right.
+
+    So an attacker that names its engine decides what D's prefix cache has for that prompt.
+    """
+    with contextlib.closing(Worker(3)) as other:
+        assert loads_from(d, other.hello, other.private) is None
+        assert np.array_equal(d.pages([2])[0], other.pages[SECRET_BLOCK])
+
+
+def test_who_can_write_to_a_board_is_believed(d):
+    """The attacker puts the hash of its key on P's board. Over TCP it can: tests/attacks/test_transport_ports.py."""
+    key = Key.new()
+    with contextlib.closing(Worker(4)) as other:
+        with Path(other.path).open("r+b") as board:
+            board.write(owner_of(key.public))
+        assert loads_from(d, forged(other.said, key), key.private) is None
+        assert np.array_equal(d.pages([2])[0], other.pages[SECRET_BLOCK])
 
 
 def test_a_board_of_an_earlier_life_is_refused(p, attacker, d):

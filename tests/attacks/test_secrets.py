@@ -164,7 +164,8 @@ def pem_of(key):
     )
 
 
-def test_messages_are_encrypted(address):
+def seen_on_the_path(address, secrets):
+    """All bytes of a question and its answer."""
     seen = bytearray()
 
     def pass_on(raw):
@@ -177,13 +178,25 @@ def test_messages_are_encrypted(address):
             for thread in threads:
                 thread.join()
 
-    with hostile(pass_on) as between, Client(between, 5, A) as client:
+    with hostile(pass_on) as between, Client(between, 5, secrets) as client:
         assert client.ask(AskWorkerIdentity(0, 0, NONCE), SignedWorkerIdentity).data == HELLO
         client.close()
     assert len(seen) > len(HELLO)
+    return seen
+
+
+def test_messages_are_encrypted(address):
+    seen = seen_on_the_path(address, A)
     assert HELLO[:16] not in seen
     assert NONCE not in seen
     assert b"hello" not in seen
+
+
+def test_messages_without_a_secret_are_not_encrypted():
+    with listening() as found:
+        seen = seen_on_the_path(found.at, NONE)
+    assert HELLO in seen
+    assert NONCE in seen
 
 
 def copy(source, target, seen):

@@ -59,6 +59,7 @@ def renew(table, key, reader=1):
 STORIES = {
     "a lease ends": "wait 29.99, over, wait .02, over, wait 1, over UNCLAIMED, over, refused 1",
     "a renewal extends it": "wait 29, claim 1, over, wait 29, claim 1, over, wait 29, claim 1, over, wait 29.9, over",
+    "a reader that renews for ever holds it for ever": ", ".join(["claim 1, wait 29, over"] * 1000),
     "a release is reported once": "read 1 1, read 1, refused 1, over READ, over",
     # Formerly the first reader had it alone: of three samples with the same parameters two lost their blocks.
     "readers share a request": "claim 1 2 3, read 2, over, read 1, over, claim 3, read 3, over READ",

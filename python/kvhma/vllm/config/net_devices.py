@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Network devices that NIXL's UCX uses, and which of its ports other hosts can reach.
 
-A peer that reaches a port of UCX and knows a worker identity can read and write the worker's memory. UCX has no secret.
+A peer that reaches a port of UCX can read and write the worker's memory. UCX has no secret, and checks no key over TCP.
 """
 
 from __future__ import annotations
