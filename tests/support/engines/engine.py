@@ -103,6 +103,7 @@ class Engine:
         kv_transfer_config: as vLLM takes it; None for an engine without connector.
         env: added to its environment. `VLLM_NIXL_SIDE_CHANNEL_PORT` is a free port unless given.
         engine_args: any of vLLM's `AsyncEngineArgs` over the defaults of `engine_process`.
+        http: host and port where vLLM's HTTP server serves it too, as the model `tiny`; it needs a tokenizer.
     """
 
     zygote: Zygote
@@ -113,6 +114,7 @@ class Engine:
     block_size: int | None = None
     env: dict[str, str] = field(default_factory=dict)
     engine_args: dict[str, Any] = field(default_factory=dict)
+    http: tuple[str, int] | None = None
     started: dict[str, float] = field(default_factory=dict, init=False)
     """Seconds after `start` at which each stage was over, once ready."""
 
@@ -133,6 +135,7 @@ class Engine:
             env=env,
             engine_args={"model": str(self.model_dir)} | arguments | self.engine_args,
             begun=time.time(),
+            http=self.http,
         )
         self._reader = threading.Thread(target=self._read, name=f"engine {self.pid}", daemon=True)
         self._reader.start()

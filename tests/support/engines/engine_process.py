@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import threading
 import time
 import uuid
@@ -27,7 +28,9 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def main(connection: Connection, engine_args: dict[str, Any], begun: float) -> None:
+def main(
+    connection: Connection, engine_args: dict[str, Any], begun: float, http: tuple[str, int] | None = None
+) -> None:
     """Serve one engine until a stop request or until the test has ended."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -43,7 +46,7 @@ def main(connection: Connection, engine_args: dict[str, Any], begun: float) -> N
     # spawn, and this process has no OpenMP threads.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     stages["configured"] = time.time() - begun
-    asyncio.run(_serve(connection, config, stages, begun))
+    asyncio.run(_serve(connection, config, stages, begun, http))
 
 
 def _import_model(folder: Path) -> None:
@@ -68,10 +71,14 @@ def _typed(engine_args: dict[str, Any]) -> dict[str, Any]:
 _adapters: dict[tuple[str, str], int] = {}  # numbers of adapters, by name and folder: an engine counts its own
 
 
-async def _serve(connection: Connection, config: Any, stages: dict[str, float], begun: float) -> None:
+async def _serve(
+    connection: Connection, config: Any, stages: dict[str, float], begun: float, http: tuple[str, int] | None
+) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     engine = AsyncLLM.from_vllm_config(config)
+    if http is not None:
+        served = asyncio.create_task(_serve_http(engine, config.model_config.model, http))
     stages["ready"] = time.time() - begun
     connection.send((-1, stages, None))
     loop = asyncio.get_running_loop()
@@ -93,6 +100,18 @@ async def _serve(connection: Connection, config: Any, stages: dict[str, float], 
     nudge = asyncio.create_task(_nudge(engine))
     await asyncio.to_thread(engine.shutdown, timeout=10)
     nudge.cancel()
+    if http is not None:
+        served.cancel()
+
+
+async def _serve_http(engine: Any, model: str, address: tuple[str, int]) -> None:
+    from vllm.entrypoints.launchers.api_server.entry import build_and_serve
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    given = ["--model", model, "--served-model-name", "tiny", "--disable-uvicorn-access-log"]
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(given)
+    await build_and_serve(engine, f"{address[0]}:{address[1]}", socket.create_server(address), arguments)
 
 
 async def _nudge(engine: Any) -> None:
