@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -13,13 +14,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from soak.census import MAX_TOKENS, Prompt
 from soak.fleet import Fleet, Slot
+from soak.front import Proxy
 from soak.journal import Journal
-from soak.judge import Outcome, Tally, Verdict, judge
+from soak.judge import Outcome, Verdict, judge, outcome_of_error, shorten
 from support.engines import REMOTE_DECODE, Answer, EngineFailed
 
 SAMPLES = {"temperature": 1.0, "top_k": 1}  # vLLM refuses several samples at temperature 0; these are as greedy
-MAX_TOKENS = 16
 KINDS = {
     "ordinary": 10,
     "slow": 2,
@@ -31,11 +33,17 @@ KINDS = {
     "followed": 8,
     "left": 2,
     "unheard": 1,
+    "proxied": 8,
+    "hung up": 1,
+    "chat": 3,
+    "alone": 4,
 }
 """A client's actions and how often each occurs relative to the rest.
 
 `changed` has parameters that P did not write. In `followed` P and D are asked at once with a ticket; in `left` D's
-client disconnects, and in `unheard` P never gets the ticket.
+client disconnects, and in `unheard` P never gets the ticket. `proxied` goes through the proxy, which writes tickets; in
+`hung up` its client disconnects. In a `chat` P reads D's answer of the turn before. In `alone` D answers a prompt after
+a hand-off, and then without parameters the same prompt or its beginning, whose blocks it may have from the hand-off.
 """
 EXPECTED = ("aborted", "changed", "left", "slow", "twice", "unheard", "unread")
 """Kinds that may be refused although nothing is done to an engine."""
@@ -44,32 +52,26 @@ ODD_VALUES = [None, "", "x", 7, -1, True, [], {}, "y" * 10_000, [[1]] * 100, 10*
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """A prompt and the plain engine's answer."""
-
-    tokens: Sequence[int]
-    plain: Answer
-
-
-@dataclass(frozen=True)
 class World:
     """What all clients share."""
 
     fleet: Fleet
     journal: Journal
-    tally: Tally
+    proxy: Proxy
     prompts: Sequence[Prompt]
     noise: float
     lease: float
     limit: float
     addresses: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Where the schedulers of prefill engines listen, as far as their answers have named it."""
+    handed: dict[str, list[Prompt]] = field(default_factory=dict)
+    """Prompts that each decode engine has answered after a hand-off, in order."""
 
 
 class Client(threading.Thread):
     """Sends one request after the other until the run is over. Its requests follow from the seed and its number."""
 
-    def __init__(self, world: World, seed: int, number: int, kinds: Sequence[str]) -> None:
+    def __init__(self, world: World, seed: str, number: int, kinds: Sequence[str]) -> None:
         super().__init__(name=f"client {number}", daemon=True)
         self._world = world
         self._rng = random.Random(f"{seed} client {number}")
@@ -85,8 +87,7 @@ class Client(threading.Thread):
             try:
                 self._hand_over(kind)
             except Exception as error:  # the harness's own: it must not look like a quiet client
-                world.tally.add(kind, Verdict(Outcome.HUNG, f"client: {type(error).__name__}: {error}"), explained=True)
-                world.journal.note("client failed", client=self._number, error=repr(error))
+                world.journal.note("crash", text=f"client {self._number}: {kind}: {type(error).__name__}: {error}")
 
     def _hand_over(self, kind: str) -> None:
         world, rng = self._world, self._rng
@@ -98,6 +99,12 @@ class Client(threading.Thread):
             return
         if kind in ("followed", "left", "unheard") and p.name in world.addresses:
             self._follow(kind, prompt, p, d, more)
+            return
+        if kind in ("proxied", "hung up"):
+            self._ask_proxy(kind, prompt, choice)
+            return
+        if kind == "chat":
+            self._chat(more.choice([one for one in world.prompts if one.turn is not None]), p, (d, other))
             return
         params = self._prefill(kind, prompt, p)
         if params is None or kind == "unread":
@@ -113,7 +120,46 @@ class Client(threading.Thread):
         elif kind == "samples":
             self._ask(kind, prompt, params, d, n=1 + int(3 * choice), **SAMPLES)
         else:
-            self._ask(kind, prompt, params, d)
+            right = self._ask(kind, prompt, params, d).outcome is Outcome.RIGHT
+            if kind == "alone" and right and d.up.is_set():
+                self._ask(kind, more.choice([prompt, *prompt.parts]), None, d)
+
+    def _chat(self, prompt: Prompt, p: Slot, answering: Sequence[Slot]) -> None:
+        """All turns of a chat, at one decode engine after the other. P gets D's parameters of the turn before."""
+        asked: dict[str, Any] = {}
+        turn: Prompt | None = prompt
+        for d in (*answering, answering[0]):
+            params = None if turn is None else self._prefill("chat", turn, p, asked)
+            if turn is None or params is None or not d.up.is_set():
+                return
+            sent = self._send(turn, params, d, f"d{len(turn.tokens)}")
+            if self._judge("chat", turn, d, sent).outcome is not Outcome.RIGHT:
+                return
+            # As a router has it, between two bodies.
+            asked = json.loads(json.dumps(sent.future.result().kv_transfer_params)) or {}
+            turn = turn.turn
+
+    def _ask_proxy(self, kind: str, prompt: Prompt, choice: float) -> None:
+        """Ask the proxy; any engine may have had the request."""
+        world = self._world
+        since = world.journal.now()
+        future: Future[Answer] = Future()
+        if kind == "hung up":
+            world.proxy.hang_up(prompt.tokens, max_tokens=MAX_TOKENS, after=choice**3 + 0.01, timeout=world.limit)
+            verdict = Verdict(Outcome.ABORTED)
+        else:
+            try:
+                answer = world.proxy.complete(
+                    prompt.tokens, max_tokens=MAX_TOKENS, stream=choice < 0.5, timeout=world.limit
+                )
+                future.set_result(answer)
+            except Exception as error:
+                future.set_exception(error)
+            verdict = judge(future, prompt.plain, world.noise, limit=world.limit)
+        if verdict.outcome is Outcome.HUNG:
+            for slot in world.fleet.slots.values():
+                slot.engine.stacks()
+        self._note(kind, verdict, since, *world.fleet.slots.values(), tokens=len(prompt.tokens))
 
     def _follow(self, kind: str, prompt: Prompt, p: Slot, d: Slot, rng: random.Random) -> None:
         """Ask P and D at once, or one a little later; P's answer to its client is not needed."""
@@ -136,14 +182,14 @@ class Client(threading.Thread):
             prompt.tokens,
             max_tokens=1,
             kv_transfer_params=REMOTE_DECODE | more,
-            request_id=f"c{self._number}-{self._asked}-p",
+            request_id=f"c{self._number}-{self._asked}-p{len(prompt.tokens)}",
             timeout=None,
         )
 
-    def _prefill(self, kind: str, prompt: Prompt, p: Slot) -> dict[str, Any] | None:
+    def _prefill(self, kind: str, prompt: Prompt, p: Slot, more: dict[str, Any] | None = None) -> dict[str, Any] | None:
         """P's parameters for D; None if it returns none, which is counted."""
         since = self._world.journal.now()
-        future = self._ask_p(prompt, p, {})
+        future = self._ask_p(prompt, p, more or {})
         cause = "no parameters"
         outcome = Outcome.REFUSED
         try:
@@ -152,19 +198,21 @@ class Client(threading.Thread):
                 told = answer.kv_transfer_params
                 self._world.addresses[p.name] = {name: told[name] for name in ("remote_host", "remote_port")}
                 if kind == "unread":
-                    self._note(kind, Verdict(Outcome.ABORTED, "never read"), since, p, p)
+                    self._note(kind, Verdict(Outcome.ABORTED, "never read"), since, p)
                 return answer.kv_transfer_params
+            if answer.error is not None:
+                outcome = outcome_of_error(answer.error)
             cause = answer.error or f"{cause}, {answer.finish_reason}"
         except EngineFailed as error:
-            cause = str(error)
+            outcome, cause = Outcome.LOST, str(error)
         except TimeoutError:
             outcome = Outcome.HUNG
             p.engine.stacks()
-        self._note(kind, Verdict(outcome, f"prefill: {cause.splitlines()[0][:100]}"), since, p, p)
+        self._note(kind, Verdict(outcome, f"prefill: {shorten(cause)[:100]}"), since, p)
         return None
 
-    def _ask(self, kind: str, prompt: Prompt, params: Any, d: Slot, **sampling: Any) -> None:
-        self._judge(kind, prompt, d, self._send(prompt, params, d, "d", **sampling))
+    def _ask(self, kind: str, prompt: Prompt, params: Any, d: Slot, **sampling: Any) -> Verdict:
+        return self._judge(kind, prompt, d, self._send(prompt, params, d, "d" if params else "alone", **sampling))
 
     def _ask_twice(self, prompt: Prompt, params: Any, d: Slot, other: Slot, choice: float) -> None:
         """The same parameters again: at once or after the first answer, at the same engine or another one."""
@@ -199,27 +247,33 @@ class Client(threading.Thread):
 
     def _judge(
         self, kind: str, prompt: Prompt, d: Slot, asked: Asked, *, aborted: bool = False, p: Slot | None = None
-    ) -> None:
+    ) -> Verdict:
         world = self._world
         verdict = judge(asked.future, prompt.plain, world.noise, limit=world.limit, aborted=aborted)
         if verdict.outcome is Outcome.HUNG:
             asked.slot_engine.stacks()
         if p is None and isinstance(asked.params, dict):
             p = world.fleet.slots.get(str(asked.params.get("remote_engine_id")))
-        self._note(kind, verdict, asked.since, p or d, d, request=asked.request_id, tokens=len(prompt.tokens))
+        facts: dict[str, Any] = {"request": asked.request_id, "tokens": len(prompt.tokens)}
+        if verdict.outcome is Outcome.RIGHT:
+            if asked.params is None:
+                facts["cached"] = asked.future.result().num_cached_tokens
+            else:
+                world.handed.setdefault(d.name, []).append(prompt)
+        self._note(kind, verdict, asked.since, p or d, d, **facts)
+        return verdict
 
-    def _note(self, kind: str, verdict: Verdict, since: float, p: Slot, d: Slot, **facts: Any) -> None:
+    def _note(self, kind: str, verdict: Verdict, since: float, *slots: Slot, **facts: Any) -> None:
         world = self._world
-        disturbed = any(slot.explains(since, world.journal.now()) for slot in (p, d))
+        disturbed = any(slot.explains(since, world.journal.now()) for slot in slots)
         # Aborted, unread or changed on purpose, or too slow for the lease: a refusal is right then.
         explained = disturbed or kind in EXPECTED
-        world.tally.add(kind, verdict, explained=explained)
         world.journal.note(
             verdict.outcome.value,
             kind=kind,
             client=self._number,
             since=round(since, 3),
-            engines=[p.name, d.name],
+            engines=[slot.name for slot in slots],
             cause=verdict.cause,
             explained=explained,
             **facts,

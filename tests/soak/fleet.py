@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two prefill and two decode engines, the events that hit them, and their replacements."""
+"""Two prefill and two decode engines of a model, the events that hit them, and their replacements."""
 
 from __future__ import annotations
 
@@ -11,21 +11,35 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from soak.hosts import Hosts
 from soak.journal import Journal
-from soak.schedule import Event
+from soak.schedule import ALL, Event
+from soak.site import Site
 from support.engines import Engine, EngineFailed
+from support.engines.engine import shared_memory
 
 AFTERMATH = 30.0
 """Seconds for which an event at an engine explains a refusal: transports notice a dead peer that late."""
 
 READY_SECONDS = 180.0
-COUNTED = ("load_seconds", "failed_loads", "local_prefills", "expired", "handshakes", "tokens_loaded", "slow_loads")
+COUNTED = (
+    "load_seconds",
+    "failed_loads",
+    "local_prefills",
+    "expired",
+    "handshakes",
+    "tokens_loaded",
+    "slow_loads",
+    "content_digests",
+    "answers",
+    "followed",
+    "thread_restarts",
+)
 
 
 @dataclass
@@ -36,17 +50,15 @@ class Slot:
     template: Engine
     journal: Journal
     hosts: Hosts | None
+    site: Site
+    kernels: tuple[str, ...]
+    """Methods of the workers that replace kernels which fail in vLLM's build for CPUs."""
+    life: int
+    """Number of its lives so far."""
     engine: Engine = field(init=False)
-    life: int = field(default=0, init=False)
     up: threading.Event = field(default_factory=threading.Event, init=False)
     disturbed: list[tuple[float, float]] = field(default_factory=list, init=False)
     """Start and end of each event that hit it, in seconds of the journal."""
-    counters: Counter[str] = field(default_factory=Counter, init=False)
-    """Counters of kvhma of all lives that have ended."""
-    latest: Counter[str] = field(default_factory=Counter, init=False)
-    """Those of this life, as last read."""
-    heaps: list[tuple[float, int, dict[str, int]]] = field(default_factory=list, init=False)
-    """What malloc and Python have in the worker (`worker.Extension.e2e_memory`), by time and life."""
     meant_to_end: bool = field(default=True, init=False)
     busy: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -63,7 +75,9 @@ class Slot:
             old.model_dir,
             old.log.with_name(f"{self.name}-{self.life}.log"),
             kv_transfer_config=old.kv_transfer_config,
+            tensor_parallel_size=old.tensor_parallel_size,
             env=old.env,
+            http=old.http,
             engine_args=old.engine_args,
         ).start()
         self.journal.note("starts", engine=self.name, life=self.life, group=self.engine.pid)
@@ -71,10 +85,23 @@ class Slot:
 
     def ready(self) -> Slot:
         self.engine.ready(READY_SECONDS)
+        for method in self.kernels:
+            self.engine.rpc(method)
+        if self.hosts is not None:
+            reserve_shared_memory()
+        self.warm_up()
         self.meant_to_end = False
         self.up.set()
         self.journal.note("ready", engine=self.name, life=self.life, processes=self.engine.pids())
         return self
+
+    def warm_up(self) -> None:
+        """Compute the largest steps once: libraries keep the memory of their largest products, which looks like a
+        leak where they come late."""
+        rng = random.Random(self.life)
+        prompts = [[rng.randrange(256, 500) for _ in range(2000)] for _ in range(4)]
+        for answer in [self.engine.generate(prompt, max_tokens=4) for prompt in prompts]:
+            answer.result(READY_SECONDS)
 
     def crashed(self) -> bool:
         """Whether it has ended without an event that ends it."""
@@ -99,16 +126,18 @@ class Slot:
     def undoing(self, event: Event) -> Iterator[None]:
         if event.kind.startswith("kill"):
             self.meant_to_end = True
+            shared = shared_memory(self.engine.pids())
             if event.kind == "kill worker":
                 for pid in self.named("Worker"):
                     os.kill(pid, signal.SIGKILL)
                 time.sleep(event.choice)  # gives vLLM time to react
             self.up.clear()
             self.engine.kill()
-            self.counters += self.latest
-            self.latest = Counter()
+            for path in shared:  # that of workers which were killed before
+                path.unlink(missing_ok=True)
             yield
-            self.start().ready()
+            with self.site.starting:
+                self.start().ready()
         elif event.kind == "partition" and self.hosts is not None:
             self.hosts.unplug(self.name)
             yield
@@ -125,14 +154,38 @@ class Slot:
         return [pid for pid in self.engine.pids() if part in process_name(pid)]
 
     def count(self) -> None:
-        """Read its counters; if it does not answer now, the next call reads them."""
+        """Note its counters; if it does not answer now, the next call notes them."""
         with contextlib.suppress(EngineFailed, TimeoutError, OSError):
             life = self.life
             found = read_counters(self.engine.metrics())
             heap = self.engine.rpc("e2e_memory")[0]
             if life == self.life:
-                self.latest = found
-                self.heaps.append((round(self.journal.now(), 1), life, heap))
+                self.journal.note("counters", engine=self.name, life=life, counters=found, heap=heap)
+
+    def has_read(self, number: int) -> Callable[[], bool]:
+        """Return a function that searches its log, as an operator does, for the line that it has read so many secrets.
+
+        The line has to be new. An engine that starts later reads what is there then.
+        """
+        life, log = self.life, self.engine.log
+        at = log.stat().st_size
+
+        def read() -> bool:
+            if self.life != life or not self.up.is_set() or not self.engine.alive:
+                return True
+            with log.open("rb") as file:
+                file.seek(at)
+                return b"%d secrets read from" % number in file.read()
+
+        return read
+
+
+def reserve_shared_memory() -> None:
+    """Allocate all of vLLM's queues between its processes, whose files are sparse: writing to them on a full /dev/shm
+    would end vLLM, with or without a connector."""
+    for path in Path("/dev/shm").iterdir():
+        with contextlib.suppress(OSError), path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
 def send(pids: list[int], what: signal.Signals) -> None:
@@ -173,12 +226,10 @@ def last_words(slot: Slot) -> str:
 class Fleet:
     """All slots, and the thread that executes the schedule."""
 
-    def __init__(self, slots: list[Slot], journal: Journal) -> None:
+    def __init__(self, slots: list[Slot], site: Site, journal: Journal) -> None:
         self.slots = {slot.name: slot for slot in slots}
+        self.site = site
         self.stop = threading.Event()
-        self.skipped = 0
-        self.failures: list[str] = []
-        self.done: Counter[str] = Counter()
         self._journal = journal
         self._threads: list[threading.Thread] = []
 
@@ -206,38 +257,36 @@ class Fleet:
         for event in events:
             if self.stop.wait(max(0.0, event.at - self._journal.now())):
                 return
-            slot = self.slots[event.target]
+            target = self.site if event.target == ALL else self.slots[event.target]
             self.look_for_crashes()
-            if not slot.busy.acquire(blocking=False):
-                self.skipped += 1
-                self._journal.note("event left out", kind=event.kind, engine=slot.name)
+            if not target.busy.acquire(blocking=False):
+                self._journal.note("event left out", kind=event.kind, engine=target.name)
                 continue
-            self.done[event.kind] += 1
-            self._begin(slot, event)
+            self._begin(target, event)
         self.stop.wait(max(0.0, until - self._journal.now()))
 
-    def _begin(self, slot: Slot, event: Event) -> None:
-        thread = threading.Thread(target=self._do, args=(slot, event), name=f"event {slot.name}", daemon=True)
+    def _begin(self, target: Slot | Site, event: Event) -> None:
+        thread = threading.Thread(target=self._do, args=(target, event), name=f"event {target.name}", daemon=True)
         self._threads.append(thread)
         thread.start()
 
-    def _do(self, slot: Slot, event: Event) -> None:
+    def _do(self, target: Slot | Site, event: Event) -> None:
         try:
-            slot.do(event, self.stop)
+            if isinstance(target, Slot):
+                target.do(event, self.stop)
+            else:
+                target.do(event, list(self.slots.values()), self.stop)
         except Exception as error:
-            self.failures.append(f"{slot.name}: {event.kind}: {error}")
-            self._journal.note("event failed", kind=event.kind, engine=slot.name, error=str(error))
+            self._journal.note("crash", text=f"{target.name}: {event.kind}: {type(error).__name__}: {error}")
         finally:
-            slot.busy.release()
+            target.busy.release()
 
     def look_for_crashes(self) -> None:
         """Record engines that ended by themselves, and start them again."""
         for slot in self.slots.values():
             if slot.crashed() and slot.busy.acquire(blocking=False):
-                self.failures.append(
-                    f"{slot.name}, life {slot.life}, ended by itself, see {slot.engine.log.name}: {last_words(slot)}"
-                )
-                self._journal.note("crashed", engine=slot.name, life=slot.life)
+                text = f"{slot.name}, life {slot.life}, ended by itself, see {slot.engine.log.name}: {last_words(slot)}"
+                self._journal.note("crash", text=text)
                 event = Event(self._journal.now(), "kill", slot.name, 0.0, 0.0)
                 self._begin(slot, event)
 

@@ -10,20 +10,17 @@ import struct
 import threading
 from collections import Counter
 
-from soak.journal import Journal
-
 Address = tuple[str, int]
 
 
 class Stranger(threading.Thread):
     """Connects again and again, each time to one of the side channels with one kind of attack."""
 
-    def __init__(self, addresses: list[Address], seed: int, number: int, stop: threading.Event, journal: Journal):
+    def __init__(self, addresses: list[Address], seed: str, number: int, stop: threading.Event):
         super().__init__(name=f"hostile {number}", daemon=True)
         self._addresses = addresses
         self._rng = random.Random(f"{seed} hostile {number}")
         self._over = stop
-        self._journal = journal
         self.done: Counter[str] = Counter()
 
     def run(self) -> None:

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
+
+BRIDGE = "soak"
+SUBNET = "10.78.0"
 
 
 class NoNamespaces(Exception):
@@ -17,57 +22,74 @@ def _ip(*command: str) -> None:
     subprocess.run(["ip", *command], check=True, capture_output=True, text=True)
 
 
+def enter_namespaces() -> None:
+    """Move this process, which has one thread, to its own mounts and network. They end with its last descendant, even
+    if the process is killed.
+
+    Raises:
+        NoNamespaces: this machine allows none.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(0x00020000 | 0x40000000):  # CLONE_NEWNS | CLONE_NEWNET
+        raise NoNamespaces(f"unshare: {os.strerror(ctypes.get_errno())}")
+    _mount(b"none", b"/", None, 0x44000, None)  # MS_REC | MS_PRIVATE
+
+
+def mount_memory(folder: Path, mebibytes: int) -> None:
+    """Mount a file system of a limited size."""
+    folder.mkdir(exist_ok=True)
+    _mount(b"tmpfs", bytes(folder), b"tmpfs", 0, b"mode=1777,size=%dm" % mebibytes)
+
+
+def _mount(*arguments: object) -> None:
+    if ctypes.CDLL(None, use_errno=True).mount(*arguments):
+        raise NoNamespaces(f"mount {arguments[1]!r}: {os.strerror(ctypes.get_errno())}")
+
+
 class Hosts:
     """Namespaces by the name of the engine. The bridge has an address too: this process reaches all of them."""
 
     def __init__(self, names: Sequence[str]) -> None:
         if shutil.which("ip") is None:
             raise NoNamespaces("no `ip`: install iproute2")
-        tag = os.getpid() % 10_000
-        self._bridge = f"soak{tag}"
-        self._subnet = f"10.78.{os.getpid() % 250}"
-        self._tags = {name: f"{name}x{tag}" for name in names}
+        enter_namespaces()
+        self._names = list(names)
+        mount_memory(Path("/run/netns"), 1)
         try:
-            _ip("link", "add", self._bridge, "type", "bridge")
-            _ip("addr", "add", f"{self._subnet}.254/24", "dev", self._bridge)
-            _ip("link", "set", self._bridge, "up")
+            _ip("link", "set", "lo", "up")
+            _ip("link", "add", BRIDGE, "type", "bridge")
+            _ip("addr", "add", f"{SUBNET}.254/24", "dev", BRIDGE)
+            _ip("link", "set", BRIDGE, "up")
             for name in names:
                 self._add(name)
         except subprocess.CalledProcessError as error:
-            self.close()
             raise NoNamespaces(f"the kernel allows no network namespaces here: {error.stderr.strip()}") from None
 
     def _add(self, name: str) -> None:
-        tag = self._tags[name]
-        outside, inside = f"h{tag}", f"v{tag}"
-        _ip("netns", "add", tag)
+        outside, inside = f"h{name}", f"v{name}"
+        _ip("netns", "add", name)
         _ip("link", "add", outside, "type", "veth", "peer", "name", inside)
-        _ip("link", "set", inside, "netns", tag)
-        _ip("link", "set", outside, "master", self._bridge)
+        _ip("link", "set", inside, "netns", name)
+        _ip("link", "set", outside, "master", BRIDGE)
         _ip("link", "set", outside, "up")
         for command in (f"addr add {self.address(name)}/24 dev {inside}", f"link set {inside} up", "link set lo up"):
-            _ip("-n", tag, *command.split())
+            _ip("-n", name, *command.split())
 
     def address(self, name: str) -> str:
-        return f"{self._subnet}.{1 + list(self._tags).index(name)}"
+        return f"{SUBNET}.{1 + self._names.index(name)}"
 
     def env(self, name: str) -> dict[str, str]:
         """Environment of an engine in that namespace; on one machine UCX would find other paths than the cable."""
         return {
-            "KVHMA_E2E_NETNS": self._tags[name],
+            "KVHMA_E2E_NETNS": name,
             "VLLM_NIXL_SIDE_CHANNEL_HOST": self.address(name),
             "UCX_TLS": "tcp,self",
-            "UCX_NET_DEVICES": f"v{self._tags[name]}",
+            "UCX_NET_DEVICES": f"v{name}",
         }
 
     def unplug(self, name: str) -> None:
         """From now on no packet gets in or out, and no peer is notified."""
-        _ip("link", "set", f"h{self._tags[name]}", "down")
+        _ip("link", "set", f"h{name}", "down")
 
     def plug(self, name: str) -> None:
-        _ip("link", "set", f"h{self._tags[name]}", "up")
-
-    def close(self) -> None:
-        for tag in self._tags.values():
-            subprocess.run(["ip", "netns", "del", tag], check=False, capture_output=True)
-        subprocess.run(["ip", "link", "del", self._bridge], check=False, capture_output=True)
+        _ip("link", "set", f"h{name}", "up")

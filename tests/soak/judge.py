@@ -1,27 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides what counts as right, wrong, refused, aborted, hung or leaked. Knows only results, no engines."""
+"""Decides what counts as right, wrong, refused, lost, aborted, hung or leaked. Knows only results, no engines."""
 
 from __future__ import annotations
 
 import re
-import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from statistics import median
 
+from soak.journal import Line
 from support.engines.compare import difference
-from support.engines.engine import Answer
+from support.engines.engine import Answer, EngineFailed
 
 
 class Outcome(Enum):
-    """How a request ended. WRONG and HUNG, and CRASHED of an engine, must never happen."""
+    """How a request ended. WRONG and HUNG must never happen; LOST, if its engine or the proxy ended before the answer,
+    only after an event."""
 
     RIGHT = "right"
     WRONG = "wrong"
     REFUSED = "refused"
+    LOST = "lost"
     ABORTED = "aborted"
     HUNG = "hung"
 
@@ -51,15 +54,17 @@ def judge(future: Future[Answer], plain: Answer, noise: float, *, limit: float, 
         got = future.result(limit)
     except (FutureTimeoutError, TimeoutError):
         return Verdict(Outcome.HUNG, f"no end after {limit:g} s")
+    except (EngineFailed, OSError) as error:
+        return Verdict(Outcome.LOST, shorten(str(error)))
     except Exception as error:
-        return Verdict(Outcome.REFUSED, shorten(str(error)))
+        return Verdict(outcome_of_error(str(error)), shorten(str(error)))
     verdicts = [judge_sample(sample, plain, noise, aborted=aborted) for sample in (got, *got.others)]
     return next((one for one in verdicts if one.outcome in FATAL), verdicts[0])
 
 
 def judge_sample(got: Answer, plain: Answer, noise: float, *, aborted: bool) -> Verdict:
     if got.error is not None:
-        return Verdict(Outcome.REFUSED, shorten(got.error))
+        return Verdict(outcome_of_error(got.error), shorten(got.error))
     if got.finish_reason == "error":
         return Verdict(Outcome.REFUSED, "the load failed")
     if got.finish_reason == "abort":
@@ -71,6 +76,11 @@ def judge_sample(got: Answer, plain: Answer, noise: float, *, aborted: bool) -> 
         return Verdict(Outcome.ABORTED) if aborted else Verdict(Outcome.REFUSED, "aborted without a client's abort")
     found = difference(got, plain, noise)
     return Verdict(Outcome.RIGHT) if found is None else Verdict(Outcome.WRONG, found)
+
+
+def outcome_of_error(error: str) -> Outcome:
+    """What the text of an error means; this one is vLLM's for all requests of an engine that has ended."""
+    return Outcome.LOST if "EngineCore encountered an issue" in error else Outcome.REFUSED
 
 
 def shorten(error: str) -> str:
@@ -108,6 +118,50 @@ def leaks_of_process(name: str, ready: Census, end: Census, allowed: Allowance) 
     ]
 
 
+@dataclass(frozen=True)
+class Bound:
+    """By how much a process may grow: a constant and a rate, after its first seconds."""
+
+    what: str
+    unit: str
+    constant: float
+    per_hour: float
+
+
+# Seen without a leak: 36 MiB of a worker's heap until oneDNN has met all shapes, 16 MiB that malloc retains of scrypt.
+MEMORY = Bound("resident memory", "MiB", 48, 24)
+FILES = Bound("open files", "", 24, 24)
+WARM_UP_SECONDS = 60.0
+"""In this time caches of the libraries fill and each path runs for the first time."""
+
+MIN_SAMPLES = 40
+
+
+def growth_beyond(bound: Bound, samples: Sequence[tuple[float, float]]) -> str | None:
+    """Return by how much a process has grown, if that is more than the bound allows.
+
+    The growth is that of the median from the first quarter of the samples after the warm-up to the last quarter. So
+    peaks do not count, and three quarters of a steady leak do.
+
+    Args:
+        bound: what it may grow by.
+        samples: seconds, in order, and the value then.
+    """
+    warm = [(at, value) for at, value in samples if at - samples[0][0] >= WARM_UP_SECONDS]
+    if len(warm) < MIN_SAMPLES:
+        return None
+    quarter = len(warm) // 4
+    before, after = (median(value for _, value in part) for part in (warm[:quarter], warm[-quarter:]))
+    hours = (warm[-1][0] - warm[0][0]) / 3600
+    allowed = bound.constant + bound.per_hour * hours
+    if after - before <= allowed:
+        return None
+    return (
+        f"{bound.what} grew by {after - before:.0f} {bound.unit} in {60 * hours:.0f} minutes after its first "
+        f"{WARM_UP_SECONDS:.0f} s, from {before:.0f} to {after:.0f}; {allowed:.0f} are allowed"
+    )
+
+
 def leaks_of_pool(name: str, state: Mapping[str, object]) -> list[str]:
     """Requests and blocks that a scheduler still holds; one block, the null block, is never free."""
     requests, free, blocks = state["requests"], state["free_blocks"], state["all_blocks"]
@@ -122,45 +176,48 @@ def leaks_of_pool(name: str, state: Mapping[str, object]) -> list[str]:
 
 @dataclass
 class Tally:
-    """Verdicts so far, and other errors. Safe to use from several threads."""
+    """The verdicts of a journal, and what else went wrong."""
 
     counts: Counter[tuple[Outcome, str, str, bool]] = field(default_factory=Counter)
     """Requests by outcome, kind, cause, and whether an event or a change of the request explains it."""
     crashes: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @classmethod
+    def of(cls, lines: Iterable[Line]) -> Tally:
+        tally = cls()
+        outcomes = {outcome.value for outcome in Outcome}
+        for line in lines:
+            if line["what"] in outcomes:
+                tally.add(line["kind"], Verdict(Outcome(line["what"]), line["cause"]), explained=line["explained"])
+            elif line["what"] == "crash":
+                tally.crashes.append(line["text"])
+            elif line["what"] == "leak":
+                tally.leaks.append(line["text"])
+        return tally
 
     def add(self, kind: str, verdict: Verdict, *, explained: bool) -> None:
-        with self._lock:
-            self.counts[verdict.outcome, kind, verdict.cause, explained] += 1
+        self.counts[verdict.outcome, kind, verdict.cause, explained] += 1
 
     def total(self, outcome: Outcome) -> int:
-        with self._lock:
-            return sum(count for (what, *_), count in self.counts.items() if what is outcome)
+        return sum(count for (what, *_), count in self.counts.items() if what is outcome)
+
+    def unexplained(self, outcome: Outcome) -> int:
+        """Requests that ended so, and no event was near."""
+        return sum(n for (what, *_, explained), n in self.counts.items() if what is outcome and not explained)
 
     @property
     def failed(self) -> bool:
-        return bool(self.crashes or self.leaks or any(self.total(outcome) for outcome in FATAL))
-
-    @property
-    def unexplained(self) -> int:
-        """Refusals for which there was no reason."""
-        with self._lock:
-            return sum(
-                count
-                for (what, *_, explained), count in self.counts.items()
-                if what is Outcome.REFUSED and not explained
-            )
+        return bool(self.crashes or self.leaks or any(map(self.total, FATAL)) or self.unexplained(Outcome.LOST))
 
     def lines(self) -> list[str]:
         """The result as text: totals, then all errors by cause."""
         totals = [f"{outcome.value} {self.total(outcome)}" for outcome in Outcome]
-        text = [", ".join([*totals, f"refused without a reason {self.unexplained}"])]
-        with self._lock:
-            counts = sorted(self.counts.items(), key=lambda item: (item[0][0].value, -item[1]))
+        text = [", ".join([*totals, f"refused without a reason {self.unexplained(Outcome.REFUSED)}"])]
+        counts = sorted(self.counts.items(), key=lambda item: (item[0][0].value, -item[1]))
         for (outcome, kind, cause, explained), count in counts:
             if outcome is not Outcome.RIGHT:
-                mark = " (UNEXPLAINED)" if outcome is Outcome.REFUSED and not explained else ""
+                mark = " (UNEXPLAINED)" if outcome in (Outcome.REFUSED, Outcome.LOST) and not explained else ""
                 text.append(f"  {count:6} {outcome.value} {kind}: {cause or 'as asked'}{mark}")
         text += [f"  crashed: {crash}" for crash in self.crashes]
         text += [f"  leaked: {leak}" for leak in self.leaks]

@@ -1,20 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resident memory of every process over time as one SVG: a panel for each engine, a line for each process and life."""
+"""Resident memory of every process over time as one SVG: a panel for each engine and the proxy, a line for each process
+and life."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from soak.samples import Sample
-from soak.schedule import Event
+from soak.schedule import ALL, Event
 
 WIDTH, PANEL, LEFT, TOP, GAP = 1100, 190, 60, 30, 34
-COLORS = {"front": "#888888", "core": "#1f77b4", "worker": "#d62728", "other": "#2ca02c"}
-MARKS = {"kill": "#d62728", "kill worker": "#d62728", "stop": "#ff7f0e", "stop one": "#ff7f0e", "partition": "#9467bd"}
+COLORS = {"front": "#888888", "core": "#1f77b4", "worker": "#d62728", "other": "#2ca02c", "proxy": "#17becf"}
+MARKS = {
+    "kill": "#d62728",
+    "kill worker": "#d62728",
+    "stop": "#ff7f0e",
+    "stop one": "#ff7f0e",
+    "partition": "#9467bd",
+    "rotate": "#bcbd22",
+    "full disk": "#8c564b",
+    "full shm": "#e377c2",
+}
 
 
-def plot(processes: Iterable[list[Sample]], events: Iterable[Event], seconds: float) -> str:
-    """The picture as text."""
+def plot(
+    processes: Iterable[Sequence[Sample]],
+    events: Iterable[Event],
+    seconds: float,
+    marks: Iterable[tuple[float, str]] = (),
+) -> str:
+    """The picture as text, with a vertical line and a word at each of the `marks`."""
     lines = [samples for samples in processes if len(samples) > 1]
     slots = sorted({samples[0].slot for samples in lines})
     most = max((one.rss for samples in lines for one in samples), default=1)
@@ -30,7 +45,7 @@ def plot(processes: Iterable[list[Sample]], events: Iterable[Event], seconds: fl
     def x(at: float) -> float:
         return LEFT + (WIDTH - LEFT - 10) * at / max(seconds, 1)
 
-    events = list(events)
+    events, marks = list(events), list(marks)
     for row, slot in enumerate(slots):
         top = TOP + row * (PANEL + GAP)
 
@@ -46,12 +61,17 @@ def plot(processes: Iterable[list[Sample]], events: Iterable[Event], seconds: fl
                 f'<text x="{x(seconds * step / 4):.0f}" y="{top + PANEL + 12}">{seconds * step / 4:.0f}</text>'
             )
         for event in events:
-            if event.target == slot:
+            if event.target in (slot, ALL):
                 width = max(1.0, x(event.at + event.seconds) - x(event.at))
                 parts.append(
                     f'<rect x="{x(event.at):.1f}" y="{top}" width="{width:.1f}" height="{PANEL}" '
                     f'fill="{MARKS[event.kind]}" opacity="0.25"><title>{event.kind}</title></rect>'
                 )
+        for at, word in marks:
+            parts.append(
+                f'<path d="M{x(at):.1f} {top}v{PANEL}" stroke="black" stroke-dasharray="3"/>'
+                f'<text x="{x(at) + 3:.1f}" y="{top + PANEL - 4}">{word}</text>'
+            )
         for samples in lines:
             if samples[0].slot == slot:
                 points = " ".join(f"{x(one.seconds):.1f},{y(one.rss):.1f}" for one in samples)

@@ -1,205 +1,229 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run: answers beforehand, engines, clients, events; then a quiet phase, after which nothing may be left over."""
+"""One run: for each model answers beforehand, engines, clients, events; then a quiet phase, after which nothing may be
+left over."""
 
 from __future__ import annotations
 
 import contextlib
-import random
+import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from soak.clients import MAX_TOKENS, Client, Prompt, World
+from soak.census import MAX_TOKENS, Prompt, load_census, save_census, take_census
+from soak.clients import Client, World
 from soak.fleet import Fleet, Slot, config
+from soak.front import Proxy
 from soak.hostile import Address, Stranger
 from soak.hosts import Hosts, NoNamespaces
-from soak.journal import Journal
-from soak.judge import Allowance, Outcome, Tally, judge, leaks_of_pool, leaks_of_process
-from soak.plot import plot
-from soak.samples import Sampler, growth, heap_growth
-from soak.schedule import Event, schedule
+from soak.journal import Journal, Past, read_lines
+from soak.judge import Outcome, judge, leaks_of_pool
+from soak.samples import EVERY_SECONDS, Sampler
+from soak.schedule import schedule
+from soak.site import Site
 from support.engines import Engine, EngineFailed, Zygote, engines, free_port, make_models
 from support.handoff import arguments, decode, noise, prefill
+from support.tokenizer import with_tokenizer
 
 NAMES = ("p1", "p2", "d1", "d2")
-ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
-"""oneDNN caches 1,024 matrix products, and vLLM has four new ones for each number of tokens in a step.
-
-A worker with a tiny model grows by 290 MiB before that stops, which would hide a leak of the connector."""
+SPARED = ("p2", "d2")
+HTTP_PORT = 8100
+ENVIRONMENT = {
+    # oneDNN caches 1,024 matrix products, and vLLM has four new ones for each number of tokens in a step. A worker with
+    # a tiny model grows by 290 MiB before that stops, which would hide a leak of the connector.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
+    # The queues between vLLM's processes, which are allocated as a whole here: ten times this, for each process.
+    "VLLM_MQ_MAX_CHUNK_BYTES_MB": "1",
+}
+TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "GLOO_SOCKET_IFNAME": "lo"}
 LEASE = 10.0
-PROMPTS = 96
+LATEST = 24
+"""Number of prompts that D is asked for again at the end."""
+
+SETTINGS = {
+    "content_digests": 0.1,
+    "bidirectional_kv_xfer": True,
+    "kv_recompute_threshold": 0,
+    "decoder_kv_blocks_ttl": LEASE,
+}
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `python -m soak`."""
+    """The options of `python -m soak`; a resumed run has them from its folder."""
 
     seconds: float
     seed: int
-    model: str
+    models: tuple[str, ...]
     clients: int
     strangers: int
     without: tuple[str, ...]
     requests: tuple[str, ...]
     one_host: bool
     limit: float
-    folder: Path
-    models: Path
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> Options:
+        form = json.loads(path.read_text())
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in form.items()})
 
 
-@dataclass
-class Result:
-    """The findings of a run; `lines` is the report."""
+@dataclass(frozen=True)
+class Run:
+    """What the parts of a run share."""
 
     options: Options
-    tally: Tally
-    processes: list[str] = field(default_factory=list)
-    heaps: list[str] = field(default_factory=list)
-    counters: dict[str, Counter[str]] = field(default_factory=dict)
-    facts: list[str] = field(default_factory=list)
-
-    def lines(self) -> list[str]:
-        return [
-            *self.facts,
-            "",
-            *self.tally.lines(),
-            "",
-            *(
-                f"{name}: {', '.join(f'{key} {n}' for key, n in sorted(of.items()))}"
-                for name, of in self.counters.items()
-            ),
-            "",
-            *self.processes,
-            "",
-            *self.heaps,
-        ]
+    folder: Path
+    journal: Journal
+    site: Site
+    hosts: Hosts | None
+    zygote: Zygote
 
 
-def run(options: Options) -> Result:
-    """Do one run. Its journal, logs, samples and picture are in the folder of the options."""
-    options.folder.mkdir(parents=True)
-    result = Result(options, Tally())
+def run(options: Options, folder: Path) -> None:
+    """Do a run, or the rest of it. Its journal, logs, samples and census are in the folder."""
     with contextlib.ExitStack() as stack:
-        zygote = stack.enter_context(Zygote(options.folder / "zygote.log", ENVIRONMENT))
-        (model_dir,) = make_models(zygote, options.models, options.model)
-        prompts = answer_beforehand(zygote, model_dir, options)
-        journal = Journal(options.folder / "journal.jsonl")
+        journal = Journal(folder / "journal.jsonl")
         stack.callback(journal.close)
-        hosts = stack.enter_context(closing(make_hosts(options, result)))
-        slots = make_slots(zygote, model_dir, options, hosts, journal)
-        fleet = Fleet(slots, journal)
-        stack.callback(fleet.kill)
-        fleet.start()
-        world = World(fleet, journal, result.tally, prompts, 2 * noise(options.model), LEASE, options.limit)
-        soak(world, options, result)
-    return result
+        hosts = make_hosts(options, journal)
+        site = Site(folder, journal, LEASE, mounted=hosts is not None)
+        zygote = stack.enter_context(Zygote(folder / "zygote.log", ENVIRONMENT | {"TMPDIR": str(site.disk)}))
+        made = Run(options, folder, journal, site, hosts, zygote)
+        for model in options.models:
+            if model not in Past.of(read_lines(folder / "journal.jsonl")).ended:
+                run_model(made, model)
 
 
-@contextlib.contextmanager
-def closing(hosts: Hosts | None) -> Any:
-    try:
-        yield hosts
-    finally:
-        if hosts is not None:
-            hosts.close()
-
-
-def make_hosts(options: Options, result: Result) -> Hosts | None:
+def make_hosts(options: Options, journal: Journal) -> Hosts | None:
     if not options.one_host:
         try:
             return Hosts(NAMES)
         except NoNamespaces as error:
-            result.facts.append(f"no partitions but by SIGSTOP: {error}")
+            journal.note("fact", text=f"no partitions but by SIGSTOP, and nothing is ever full: {error}")
     return None
 
 
-def answer_beforehand(zygote: Zygote, model_dir: Path, options: Options) -> list[Prompt]:
-    """Prompts of all lengths, a third of them with a shared beginning, and the plain engine's answers."""
-    rng = random.Random(f"{options.seed} prompts")
+def run_model(run: Run, model: str) -> None:
+    """Put engines of one model under load, and check what they hold afterwards."""
+    (made,) = make_models(run.zygote, run.folder.parent / "models", model)
+    folder = run.folder / model
+    if not folder.exists():
+        with_tokenizer(made, folder)
+    prompts = census_of(run, model, folder)
+    with contextlib.ExitStack() as stack:
+        slots = make_slots(run, model, folder)
+        fleet = Fleet(slots, run.site, run.journal)
+        stack.callback(fleet.kill)
+        fleet.start()
+        prefill_urls, decode_urls = ([url_of(slot) for slot in slots if slot.role == role] for role in "pd")
+        proxy = Proxy(run.folder / "proxy.log", prefill_urls, decode_urls)
+        stack.callback(proxy.close)
+        proxy.ready()
+        world = World(fleet, run.journal, proxy, prompts, 2 * noise(model), LEASE, run.options.limit)
+        soak(world, run, model)
 
-    def tokens(count: int) -> list[int]:
-        return [rng.randrange(512) for _ in range(count)]
 
-    shared = [tokens(length) for length in (64, 200, 480)]
-    made = [tokens(rng.choice([1, 2, 31, 32, 33, 65, 100, 150, 301, 450, 700, 1200, 1900])) for _ in range(PROMPTS)]
-    for at in range(0, PROMPTS, 3):
-        made[at] = (rng.choice(shared) + made[at])[:2000]
-    with engines(zygote, model_dir, options.folder, plain=arguments(options.model)) as (plain,):
-        asked = [plain.generate(prompt, max_tokens=MAX_TOKENS) for prompt in made]
-        return [Prompt(prompt, answer.result()) for prompt, answer in zip(made, asked, strict=True)]
+def census_of(run: Run, model: str, folder: Path) -> list[Prompt]:
+    path = run.folder / f"census-{model}.json"
+    if not path.exists():
+        with engines(run.zygote, folder, run.folder, plain=arguments(model)) as (plain,):
+            save_census(path, take_census(plain, f"{run.options.seed} {model}"))
+    return load_census(path)
 
 
-def make_slots(zygote: Zygote, model_dir: Path, options: Options, hosts: Hosts | None, journal: Journal) -> list[Slot]:
+def make_slots(run: Run, model: str, folder: Path) -> list[Slot]:
+    hosts = run.hosts
     ports = {name: free_port() for name in NAMES}
     where = {name: "127.0.0.1" if hosts is None else hosts.address(name) for name in NAMES}
     prefill_engines = [f"{where[name]}:{ports[name]}" for name in ("p1", "p2")]
-    # Mamba2 with prefix caching ends vLLM's CPU build.
-    caching = {"enable_prefix_caching": "nemotron" not in options.model}
+    caching = {"enable_prefix_caching": True}
     # Room for some of the requests only: they wait, are preempted, and vLLM reuses their blocks at once.
-    few = {"num_gpu_blocks_override": 400 if options.model == "gemma3" else 60, "max_num_batched_tokens": 256}
-    kinds: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-        "p1": ("recompute", {}, caching),
-        "p2": ("recompute", {}, {"max_num_batched_tokens": 256}),
-        "d1": ("recompute", {"prefill_engines": prefill_engines, "piece_tokens": 64}, caching | few),
-        "d2": ("fail", {"piece_tokens": 64}, {}),
+    few = {"num_gpu_blocks_override": 400 if model == "gemma3" else 60, "max_num_batched_tokens": 256}
+    cases = {"case_folder": str(run.site.disk / "cases"), "piece_tokens": 64}
+    # All four pairs of ranks: 1 to 2, 1 to 1, 2 to 2 and 2 to 1.
+    kinds: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
+        "p1": (1, "recompute", {}, caching),
+        "p2": (2, "recompute", {}, {"max_num_batched_tokens": 256}),
+        "d1": (2, "recompute", {"prefill_engines": prefill_engines} | cases, caching | few),
+        "d2": (1, "fail", cases, caching),
     }
+    lives = Past.of(read_lines(run.folder / "journal.jsonl")).lives
     slots = []
-    for name, (policy, settings, engine_args) in kinds.items():
+    for name, (ranks, policy, settings, engine_args) in kinds.items():
         env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": where[name]} if hosts is None else hosts.env(name)
+        secret = {"secret_file": str(run.site.file)}
         template = Engine(
-            zygote,
-            model_dir,
-            options.folder / f"{name}.log",
-            kv_transfer_config=config(name, policy=policy, lease=LEASE, settings=settings),
-            env=env | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports[name])},
-            engine_args=arguments(options.model, **engine_args),
+            run.zygote,
+            folder,
+            run.folder / f"{name}.log",
+            kv_transfer_config=config(name, policy=policy, lease=LEASE, settings=SETTINGS | secret | settings),
+            tensor_parallel_size=ranks,
+            env=env | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports[name])} | (TWO_RANKS if ranks == 2 else {}),
+            engine_args=arguments(model, skip_tokenizer_init=False, **engine_args),
+            http=(where[name], HTTP_PORT if hosts is not None else free_port()),
         )
-        slots.append(Slot(name, template, journal, hosts))
+        # vLLM's build for CPUs ends with a prefix cache of states.
+        kernels = ("e2e_mamba_2",) if "nemotron" in model else ()
+        slots.append(Slot(name, template, run.journal, hosts, run.site, kernels, lives[name]))
     return slots
 
 
-def soak(world: World, options: Options, result: Result) -> None:
-    """The run itself, with engines that are ready."""
-    fleet, journal = world.fleet, world.journal
+def soak(world: World, run: Run, model: str) -> None:
+    """The load itself, with engines that are ready."""
+    fleet, journal, options = world.fleet, world.journal, run.options
     slots = list(fleet.slots.values())
-    sampler = Sampler(slots, journal, options.folder / "samples.csv")
+    past = Past.of(read_lines(run.folder / "journal.jsonl"))
+    done, seconds = past.loaded[model], options.seconds / len(options.models)
+    seed = f"{options.seed} {model}"
+    sampler = Sampler(slots, world.proxy, journal, run.folder / "samples.csv")
     sampler.start()
-    shift = journal.now()
-    events = [shifted(event, shift) for event in schedule(options.seed, options.seconds, NAMES, options.without)]
-    clients = [Client(world, options.seed, number, options.requests) for number in range(options.clients)]
+    journal.note("load", model=model)
+    shift = journal.now() - done
+    events = [
+        replace(event, at=event.at + shift)
+        for event in schedule(seed, seconds, NAMES, SPARED, options.without)
+        if event.at >= done
+    ]
+    # After a cut others than the first time, or the same requests would meet later events.
+    drawn = f"{seed} {past.parts}"
+    clients = [Client(world, drawn, number, options.requests) for number in range(options.clients)]
     addresses = [address_of(slot) for slot in slots]
-    strangers = [Stranger(addresses, options.seed, n, fleet.stop, journal) for n in range(options.strangers)]
+    strangers = [Stranger(addresses, drawn, n, fleet.stop) for n in range(options.strangers)]
     counting = threading.Thread(target=count_often, args=(fleet,), daemon=True)
     for thread in (*clients, *strangers, counting):
         thread.start()
-    fleet.run(events, shift + options.seconds)
-    journal.note("over", seconds=round(journal.now() - shift, 1))
+    fleet.run(events, shift + seconds)
+    journal.note("load over", model=model)
     fleet.look_for_crashes()
     fleet.stop.set()
     fleet.settle()
     for client in clients:
         client.join(3 * world.limit)
         if client.is_alive():
-            result.tally.leaks.append(f"{client.name} does not end")
-    result.tally.crashes += fleet.failures
-    rest(world, result)
+            journal.note("leak", text=f"{client.name} does not end")
+    journal.note("strangers", of=sum((stranger.done for stranger in strangers), Counter[str]()))
+    back = check_afterwards(world)
+    time.sleep(2 * EVERY_SECONDS)  # the last samples are of engines that are asked nothing
     sampler.stop()
-    conclude(world, options, result, sampler, events)
-    visits = sum((stranger.done for stranger in strangers), Counter[str]())
-    result.facts.append(f"events: {dict(fleet.done)}, {fleet.skipped} left out; hostile clients: {dict(visits)}")
-
-
-def shifted(event: Event, seconds: float) -> Event:
-    return Event(event.at + seconds, event.kind, event.target, event.seconds, event.choice)
+    journal.note("model over", model=model, back=f"{back} of {len(slots)} engines")
 
 
 def address_of(slot: Slot) -> Address:
     env = slot.template.env
     return env["VLLM_NIXL_SIDE_CHANNEL_HOST"], int(env["VLLM_NIXL_SIDE_CHANNEL_PORT"])
+
+
+def url_of(slot: Slot) -> str:
+    assert slot.template.http is not None
+    host, port = slot.template.http
+    return f"http://{host}:{port}"
 
 
 def count_often(fleet: Fleet) -> None:
@@ -209,67 +233,95 @@ def count_often(fleet: Fleet) -> None:
                 slot.count()
 
 
-def rest(world: World, result: Result) -> None:
-    """After the last event: every pair hands off again, all blocks and requests are released."""
+def check_afterwards(world: World) -> int:
+    """After the last event: what D has from hand-offs is right, every pair hands off again, all blocks and requests are
+    released. Return the number of engines that hold nothing."""
     slots = world.fleet.slots
+    readers = slots["d1"], slots["d2"]
+    if not world.proxy.alive:
+        world.journal.note("crash", text="the proxy ended by itself")
+    with attempt(world, "d1 and d2 alone"):
+        for d in readers:
+            ask_all_alone(world, d)
     for p in (slots["p1"], slots["p2"]):
-        for d in (slots["d1"], slots["d2"]):
-            prompt = world.prompts[0]
-            attempt(
-                result, f"{p.name} to {d.name} afterwards", lambda p=p, d=d, prompt=prompt: right(world, p, d, prompt)
-            )
+        for d in readers:
+            with attempt(world, f"{p.name} to {d.name} afterwards"):
+                ask_parts_alone(world, p, d)
     end = time.monotonic() + 2 * world.lease + 30
+    back = 0
     for slot in slots.values():
-        attempt(result, slot.name, lambda slot=slot: all_given_back(slot, end, result))
+        with attempt(world, slot.name):
+            back += all_given_back(world, slot, end)
+    return back
 
 
-def attempt(result: Result, what: str, action: Callable[[], None]) -> None:
+@contextlib.contextmanager
+def attempt(world: World, what: str) -> Iterator[None]:
     try:
-        action()
+        yield
     except (EngineFailed, TimeoutError, AssertionError, OSError) as error:
-        result.tally.crashes.append(
-            f"{what}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        )
+        first = str(error).splitlines()[0] if str(error) else ""
+        world.journal.note("crash", text=f"{what}: {type(error).__name__}: {first}")
 
 
-def right(world: World, p: Slot, d: Slot, prompt: Prompt) -> None:
-    """Fail unless a hand-off is right. The first may find a connection that an event has cut."""
+def ask_all_alone(world: World, d: Slot) -> None:
+    """Ask D for prompts that it got by a hand-off, and their parts; the latest first: its blocks are still there."""
+    handed = {tuple(prompt.tokens): prompt for prompt in world.handed.get(d.name, ())}
+    for prompt in list(reversed(handed.values()))[:LATEST]:
+        judge_alone(world, d, [prompt, *prompt.parts])
+
+
+def ask_parts_alone(world: World, p: Slot, d: Slot) -> None:
+    """Let P compute one prompt for a D that has nothing, and ask D for the parts behind each of its blocks."""
+    until_empty(d, time.monotonic() + 2 * world.lease + 30)
+    prompt = world.prompts[0]
+    # The first may find a connection that an event has cut.
     for last in (False, True):
         answer = decode(d.engine, prompt.tokens, prefill(p.engine, prompt.tokens))
         verdict = judge(answer, prompt.plain, world.noise, limit=world.limit)
-        world.tally.add("afterwards", verdict, explained=not last)
+        world.journal.note(verdict.outcome.value, kind="afterwards", cause=verdict.cause, explained=not last)
         if verdict.outcome is not Outcome.REFUSED:
-            return
-    raise EngineFailed(verdict.cause)
-
-
-def all_given_back(slot: Slot, end: float, result: Result) -> None:
-    """Wait until nothing is held, and report what is; vLLM empties the prefix cache only if no block is in use."""
-    while True:
-        state = slot.engine.state()
-        leaks = leaks_of_pool(slot.name, state)
-        if not leaks or time.monotonic() > end:
             break
+    else:
+        raise EngineFailed(verdict.cause)
+    hits = judge_alone(world, d, list(prompt.parts))
+    if not hits:
+        raise EngineFailed("no question hits a block of the hand-off")
+
+
+def judge_alone(world: World, d: Slot, prompts: list[Prompt]) -> int:
+    """Ask D without parameters; return the number of tokens that it had."""
+    asked = [d.engine.generate(prompt.tokens, max_tokens=MAX_TOKENS) for prompt in prompts]
+    hits = 0
+    for prompt, future in zip(prompts, asked, strict=True):
+        verdict = judge(future, prompt.plain, world.noise, limit=world.limit)
+        cached = (future.result().num_cached_tokens or 0) if verdict.outcome is Outcome.RIGHT else 0
+        hits += cached
+        world.journal.note(
+            verdict.outcome.value,
+            kind="alone afterwards",
+            cause=verdict.cause,
+            explained=False,
+            engines=[d.name],
+            tokens=len(prompt.tokens),
+            cached=cached,
+        )
+    return hits
+
+
+def until_empty(slot: Slot, end: float) -> list[str]:
+    """Wait until nothing is held, and return what is; vLLM empties the prefix cache only if no block is in use."""
+    while (leaks := leaks_of_pool(slot.name, slot.engine.state())) and time.monotonic() < end:
         time.sleep(0.2)
-    result.tally.leaks += leaks
     if not leaks and not slot.engine.core("reset_prefix_cache"):
-        result.tally.leaks.append(f"{slot.name}: the prefix cache cannot be emptied")
+        leaks = [f"{slot.name}: the prefix cache cannot be emptied"]
+    return leaks
+
+
+def all_given_back(world: World, slot: Slot, end: float) -> bool:
+    leaks = until_empty(slot, end)
+    for leak in leaks:
+        world.journal.note("leak", text=leak)
     slot.count()
-
-
-def conclude(world: World, options: Options, result: Result, sampler: Sampler, events: list[Event]) -> None:
-    """Read what processes hold, and write it to the report."""
-    processes = sampler.processes()
-    (options.folder / "memory.svg").write_text(plot(processes.values(), events, world.journal.now()))
-    lives = {slot.name: slot.life for slot in world.fleet.slots.values()}
-    for (slot, life, role, _), samples in processes.items():
-        result.processes.append(growth(samples))
-        if life == lives[slot]:
-            name = f"{slot}-{life} {role}"
-            result.tally.leaks += leaks_of_process(name, samples[0].census, samples[-1].census, Allowance())
-    for slot in world.fleet.slots.values():
-        result.counters[slot.name] = slot.counters + slot.latest
-        for life in sorted({life for _, life, _ in slot.heaps}):
-            result.heaps.append(heap_growth(f"{slot.name}-{life} worker", [h for _, at, h in slot.heaps if at == life]))
-    answered = world.tally.total(Outcome.RIGHT)
-    result.facts.append(f"{answered} right answers in {options.seconds:g} s, {answered / options.seconds:.1f} a second")
+    world.journal.note("quiet", engine=slot.name, life=slot.life)
+    return not leaks

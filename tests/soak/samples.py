@@ -7,10 +7,13 @@ import contextlib
 import csv
 import re
 import threading
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 from soak.fleet import Slot, process_name
+from soak.front import Proxy
 from soak.journal import Journal
 from soak.judge import Census
 
@@ -23,9 +26,9 @@ class Sample:
 
     Attributes:
         seconds: since the start of the run.
-        slot: name of its engine.
+        slot: name of its engine, or proxy.
         life: which of the engines of that name.
-        process: front, core or worker.
+        process: front, core, worker or proxy.
         rss: all resident memory.
         anon: of it the memory of malloc and Python, whether or not it is shared with the parent process.
         file: of it what is mapped from files; grows as code is first used.
@@ -53,18 +56,15 @@ class Sample:
         return Census(self.files, self.threads)
 
 
-def sample(slot: Slot, seconds: float) -> list[Sample]:
-    """All processes of an engine now."""
-    found = []
-    for pid in slot.engine.pids():
-        with contextlib.suppress(OSError, KeyError):
-            status = Path(f"/proc/{pid}/status").read_text()
-            values = {name: int(value) for name, value in re.findall(r"^(\w+):\s+(\d+)", status, re.MULTILINE)}
-            memory = (values[name] for name in ("VmRSS", "RssAnon", "RssFile", "RssShmem"))
-            files = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-            role = role_of(pid, slot.engine.pid)
-            found.append(Sample(round(seconds, 2), slot.name, slot.life, role, pid, *memory, files, values["Threads"]))
-    return found
+def sample(name: str, life: int, pid: int, role: str, seconds: float) -> list[Sample]:
+    """A process now; nothing if it has ended."""
+    with contextlib.suppress(OSError, KeyError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        values = {key: int(value) for key, value in re.findall(r"^(\w+):\s+(\d+)", status, re.MULTILINE)}
+        memory = (values[key] for key in ("VmRSS", "RssAnon", "RssFile", "RssShmem"))
+        files = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+        return [Sample(round(seconds, 2), name, life, role, pid, *memory, files, values["Threads"])]
+    return []
 
 
 def role_of(pid: int, group: int) -> str:
@@ -75,40 +75,46 @@ def role_of(pid: int, group: int) -> str:
 
 
 class Sampler(threading.Thread):
-    """Samples all slots until stopped, into a CSV file and a list."""
+    """Samples the processes of all slots, and the proxy, until stopped, into a CSV file."""
 
-    def __init__(self, slots: list[Slot], journal: Journal, path: Path) -> None:
+    def __init__(self, slots: Iterable[Slot], proxy: Proxy, journal: Journal, path: Path) -> None:
         super().__init__(name="sampler", daemon=True)
-        self._slots = slots
+        self._slots = list(slots)
+        self._proxy = proxy
         self._journal = journal
         self._over = threading.Event()
-        self._file = path.open("w", newline="", buffering=1)
-        self._csv = csv.writer(self._file)
-        self._csv.writerow(field.name for field in fields(Sample))
-        self.samples: list[Sample] = []
+        self._file = path.open("a", newline="", buffering=1)
 
     def run(self) -> None:
+        write = csv.writer(self._file).writerows
         while not self._over.wait(EVERY_SECONDS):
+            now = self._journal.now()
+            write(map(astuple, sample("proxy", 1, self._proxy.pid, "proxy", now)))
             for slot in self._slots:
                 if slot.up.is_set():
-                    for one in sample(slot, self._journal.now()):
-                        self.samples.append(one)
-                        self._csv.writerow(astuple(one))
+                    for pid in slot.engine.pids():
+                        role = role_of(pid, slot.engine.pid)
+                        write(map(astuple, sample(slot.name, slot.life, pid, role, now)))
         self._file.close()
 
     def stop(self) -> None:
         self._over.set()
         self.join()
 
-    def processes(self) -> dict[tuple[str, int, str, int], list[Sample]]:
-        """Samples by process, in order."""
-        by_process: dict[tuple[str, int, str, int], list[Sample]] = {}
-        for one in self.samples:
-            by_process.setdefault(one.key, []).append(one)
-        return by_process
+
+def read_samples(path: Path) -> dict[tuple[str, int, str, int], list[Sample]]:
+    """Samples by process, in order. A run that is killed may leave half of a line, joined with the next."""
+    kinds = get_type_hints(Sample).values()
+    by_process: dict[tuple[str, int, str, int], list[Sample]] = {}
+    with path.open(newline="") as file:
+        for row in csv.reader(file):
+            with contextlib.suppress(ValueError):
+                one = Sample(*(kind(text) for kind, text in zip(kinds, row, strict=True)))
+                by_process.setdefault(one.key, []).append(one)
+    return by_process
 
 
-def growth(samples: list[Sample]) -> str:
+def growth(samples: Sequence[Sample]) -> str:
     """One line for a process: what it held first, half way and last."""
     first, half, last = samples[0], samples[len(samples) // 2], samples[-1]
     minutes = (last.seconds - first.seconds) / 60

@@ -283,7 +283,7 @@ class Engine:
 
     def kill(self) -> None:
         """Send SIGKILL to the whole group; return when no process and no shared memory of the group is left."""
-        shared = _shared_memory(self.pids())
+        shared = shared_memory(self.pids())
         end = time.monotonic() + 30
         while True:
             with contextlib.suppress(ProcessLookupError):
@@ -376,13 +376,13 @@ def engines(
             list(pool.map(Engine.stop, made))
 
 
-def _shared_memory(pids: list[int]) -> set[Path]:
-    """Files of Python's shared memory that processes have mapped; a killed process does not remove its files."""
+def shared_memory(pids: list[int]) -> set[Path]:
+    """Files of shared memory of Python and vLLM that processes have mapped; killed processes do not remove them."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             maps = Path(f"/proc/{pid}/maps").read_text()
-            found |= {Path(path) for path in re.findall(r"(/dev/shm/psm_\w+)$", maps, re.MULTILINE)}
+            found |= {Path(path) for path in re.findall(r"(/dev/shm/(?:psm|vllm_dist)_\S+)$", maps, re.MULTILINE)}
     return found
 
 
