@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The link of `make faults` loses, resets, delays, reorders and duplicates as scheduled, and TCP gets over it."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import random
+import socket
+import struct
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from support.link import LATE_SECONDS, QUEUE_SECONDS, Direction, Fault, Link, NoLink, reset_of
+from support.waiting import HANG_SECONDS, until
+
+COUNT = 10_000
+DATA = random.Random(1).randbytes(100_000)
+
+
+def packet(number: int = 0, size: int = 1000) -> bytes:
+    """An IPv4 packet, of a protocol that is not TCP."""
+    return bytes((0x45, 0, *struct.pack("!H", size), 0, 0, 0, 0, 64, 17, *bytes(10))) + number.to_bytes(
+        size - 20, "big"
+    )
+
+
+def sent(fault: Fault, seed: str = "a", size: int = 1000) -> tuple[Direction, list[list[tuple[float, bytes]]]]:
+    """What becomes of `COUNT` packets, one each millisecond."""
+    direction = Direction(seed)
+    direction.fault = fault
+    return direction, [direction.deliver(packet(n, size), n / 1000) for n in range(COUNT)]
+
+
+def near(count: int, share: float) -> bool:
+    """Within five standard deviations of what is drawn."""
+    return bool(abs(count - share * COUNT) < 5 * (COUNT * share * (1 - share)) ** 0.5)
+
+
+def test_without_a_fault_every_packet_arrives_at_once() -> None:
+    direction, got = sent(Fault())
+    assert got == [[(n / 1000, packet(n))] for n in range(COUNT)]
+    assert direction.counts == {"packets": COUNT}
+
+
+@pytest.mark.parametrize("share", [0.01, 0.2])
+def test_shares(share: float) -> None:
+    direction, got = sent(Fault(loss=share))
+    lost = got.count([])
+    assert near(lost, share)
+    assert direction.counts["lost"] == lost
+
+    direction, got = sent(Fault(duplicate=share))
+    twice = sum(len(one) == 2 and one[0] == one[1] for one in got)
+    assert near(twice, share)
+    assert direction.counts["duplicated"] == twice
+    assert {len(one) for one in got} == {1, 2}
+
+    direction, got = sent(Fault(reorder=share))
+    late = [n for n, ((at, _),) in enumerate(got) if at == n / 1000 + LATE_SECONDS]
+    assert near(len(late), share)
+    assert direction.counts["late"] == len(late)
+    assert all(at == n / 1000 for n, ((at, _),) in enumerate(got) if n not in set(late))
+    order = sorted(range(COUNT), key=lambda n: got[n][0][0])
+    assert order != list(range(COUNT)), "others overtake a late packet"
+
+
+def test_a_partition_ends() -> None:
+    direction, got = sent(Fault(loss=1))
+    assert got == [[]] * COUNT
+    direction.fault = Fault()
+    assert direction.deliver(packet(), 1.0) == [(1.0, packet())]
+
+
+def test_a_delay_keeps_the_order() -> None:
+    direction, got = sent(Fault(delay=0.2))
+    assert [at for ((at, _),) in got] == [n / 1000 + 0.2 for n in range(COUNT)]
+    assert direction.counts["delayed"] == COUNT
+
+
+def test_a_limited_rate() -> None:
+    # 1,000,000 bytes a second are sent: half of it arrives, each packet within the queue's time.
+    direction, got = sent(Fault(rate=500_000))
+    arrived = [(n / 1000, at) for n, one in enumerate(got) for at, _ in one]
+    assert all(0 < at - begun <= QUEUE_SECONDS + 1e-9 for begun, at in arrived)
+    assert all(later - at >= 0.002 - 1e-9 for (_, at), (_, later) in itertools.pairwise(arrived))
+    assert direction.counts["overflowed"] == COUNT - len(arrived)
+    assert len(arrived) == pytest.approx(COUNT / 2 + QUEUE_SECONDS * 500, abs=2)
+
+
+def test_the_seed_decides() -> None:
+    fault = Fault(loss=0.1, reorder=0.1, duplicate=0.1)
+    assert sent(fault)[1] == sent(fault)[1] != sent(fault, "b")[1]
+    # A draw depends on the packet's number only: another fault before does not move it.
+    moved = Direction("a")
+    moved.deliver(packet(), 0.0)
+    moved.fault = fault
+    assert [moved.deliver(packet(n), n / 1000) for n in range(1, COUNT)] == sent(fault)[1][1:]
+
+
+def test_only_packets_of_an_open_tcp_connection_are_reset() -> None:
+    assert reset_of(packet()) is None
+    tcp = bytearray(packet(size=60))
+    tcp[9] = 6
+    for flags, is_reset in ((0b10000, True), (0b11000, True), (0b10001, True), (0b10, False), (0b100, False)):
+        tcp[33] = flags
+        assert (reset_of(bytes(tcp)) is not None) == is_reset
+    assert sent(Fault(reset=1))[0].counts == {"packets": COUNT}
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    try:
+        made = Link(seed=7)
+    except NoLink as error:
+        pytest.skip(str(error))
+    with made:
+        yield made
+
+
+def tcp_socket(namespace: str) -> socket.socket:
+    """A socket of a namespace; its thread, which has moved there, ends."""
+
+    def make() -> socket.socket:
+        libc = ctypes.CDLL(None, use_errno=True)
+        handle = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+        assert libc.setns(handle, 0x40000000) == 0, os.strerror(ctypes.get_errno())  # CLONE_NEWNET
+        os.close(handle)
+        made = socket.socket()
+        made.settimeout(HANG_SECONDS)
+        return made
+
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(make).result()
+
+
+@pytest.fixture
+def pair(link: Link) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """A connection from D's namespace to P's."""
+    p, d = (tcp_socket(namespace) for namespace in link.namespaces)
+    with p, d:
+        p.bind((link.addresses[0], 0))
+        p.listen()
+        d.connect(p.getsockname())
+        accepted, _ = p.accept()
+        with accepted:
+            accepted.settimeout(HANG_SECONDS)
+            yield accepted, d
+
+
+def received(end: socket.socket) -> bytes:
+    """Everything until the other end has closed its side."""
+    got = bytearray()
+    while part := end.recv(1 << 16):
+        got += part
+    return bytes(got)
+
+
+def send(end: socket.socket, data: bytes) -> None:
+    end.sendall(data)
+    end.shutdown(socket.SHUT_WR)
+
+
+@pytest.mark.parametrize(
+    ("fault", "count"),
+    [
+        (Fault(loss=0.05), "lost"),
+        (Fault(delay=0.05), "delayed"),
+        (Fault(reorder=0.3), "late"),
+        (Fault(duplicate=0.3), "duplicated"),
+        (Fault(rate=100_000), "packets"),
+        (Fault(loss=0.02, delay=0.02, reorder=0.1, duplicate=0.1, rate=1_000_000), "lost"),
+    ],
+    ids=["loss", "delay", "reorder", "duplicate", "rate", "all"],
+)
+def test_tcp_arrives_whole(fault: Fault, count: str, link: Link, pair: tuple[socket.socket, socket.socket]) -> None:
+    link.set(fault)
+    with ThreadPoolExecutor(4) as threads:
+        for end in pair:
+            threads.submit(send, end, DATA)
+        assert [future.result() for future in [threads.submit(received, end) for end in pair]] == [DATA, DATA]
+    assert all(way[count] > 0 for way in link.counts()), link.counts()
+
+
+@pytest.mark.parametrize("directions", [(0, 1), (0,), (1,)], ids=["both", "from P", "from D"])
+def test_tcp_arrives_whole_after_a_partition(
+    directions: tuple[int, ...], link: Link, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    link.set(Fault(loss=1), directions)
+    with ThreadPoolExecutor(4) as threads:
+        for end in pair:
+            threads.submit(send, end, DATA)
+        futures = [threads.submit(received, end) for end in pair]
+        # The first packets, and one that was sent again.
+        until(lambda: all(link.counts()[way]["lost"] >= 12 for way in directions))
+        assert not any(future.done() for future in futures), "a side has everything during a partition"
+        link.set(Fault())
+        assert [future.result() for future in futures] == [DATA, DATA]
+    assert not any(link.counts()[way]["lost"] for way in {0, 1} - set(directions))
+
+
+def test_a_reset_ends_a_connection_within_a_message(link: Link, pair: tuple[socket.socket, socket.socket]) -> None:
+    p, d = pair
+    d.sendall(b"begun")
+    assert p.recv(100) == b"begun"
+    link.set(Fault(reset=1), (1,))
+    d.sendall(DATA[:1000])
+    with pytest.raises(ConnectionResetError):
+        p.recv(100)
+    # And its sender, once its kernel has sent the rest again.
+    link.set(Fault())
+    with pytest.raises(ConnectionResetError):
+        d.recv(100)
+    assert link.counts()[1]["reset"] > 0
