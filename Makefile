@@ -237,6 +237,13 @@ soak: dev $(E2E)/.ready ## engines that are killed, stopped and cut off while 16
 	PYTHONPATH=python:tests KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python -m soak \
 		--seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(RESUME),--resume $(RESUME)) $(ARGS)
 
+# Root, for network namespaces and TUN devices.
+.PHONY: faults
+faults: SECONDS = 600
+faults: dev $(E2E)/.ready ## engines whose network loses, delays, reorders and cuts while 12 clients ask (SECONDS=600, SEED=n)
+	PYTHONPATH=python:tests KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python -m faults \
+		--seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
 .PHONY: compatibility
 compatibility: ## put the reports of the last `make test`, `make e2e` and `make families` into docs/compatibility.json and .md
 	$(BIN)/python tools/compatibility.py --python $(BIN)/python $(wildcard .reports/none/*.xml)
