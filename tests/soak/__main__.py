@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -52,15 +53,18 @@ def options() -> tuple[Options, Path]:
         one_host=given.one_host,
         limit=given.limit,
     )
+    return chosen, new_folder(given.reports, chosen)
+
+
+def new_folder(reports: Path, chosen: Options) -> Path:
     stamp = datetime.now(timezone.utc).strftime("%m%dT%H%M%S")
-    folder = given.reports / f"{stamp}-{chosen.seed}"
+    folder = reports / f"{stamp}-{chosen.seed}"
     folder.mkdir(parents=True)
     chosen.save(folder / "options.json")
-    return chosen, folder
+    return folder
 
 
-def main() -> int:
-    chosen, folder = options()
+def main(run: Callable[[Options, Path], None], chosen: Options, folder: Path) -> int:
     # So that engines and namespaces end with the run.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     print(f"seed {chosen.seed}, {chosen.seconds:g} s, {', '.join(chosen.models)}: {folder}", flush=True)
@@ -75,4 +79,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(run, *options()))

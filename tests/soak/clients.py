@@ -47,6 +47,7 @@ a hand-off, and then without parameters the same prompt or its beginning, whose 
 """
 EXPECTED = ("aborted", "changed", "left", "slow", "twice", "unheard", "unread")
 """Kinds that may be refused although nothing is done to an engine."""
+PROXIED = ("proxied", "hung up")
 
 ODD_VALUES = [None, "", "x", 7, -1, True, [], {}, "y" * 10_000, [[1]] * 100, 10**30, float("nan"), [[0, "1-9"]] * 7]
 
@@ -57,7 +58,8 @@ class World:
 
     fleet: Fleet
     journal: Journal
-    proxy: Proxy
+    proxy: Proxy | None
+    """None if no request goes through it."""
     prompts: Sequence[Prompt]
     noise: float
     lease: float
@@ -100,7 +102,7 @@ class Client(threading.Thread):
         if kind in ("followed", "left", "unheard") and p.name in world.addresses:
             self._follow(kind, prompt, p, d, more)
             return
-        if kind in ("proxied", "hung up"):
+        if kind in PROXIED:
             self._ask_proxy(kind, prompt, choice)
             return
         if kind == "chat":
@@ -142,6 +144,7 @@ class Client(threading.Thread):
     def _ask_proxy(self, kind: str, prompt: Prompt, choice: float) -> None:
         """Ask the proxy; any engine may have had the request."""
         world = self._world
+        assert world.proxy is not None
         since = world.journal.now()
         future: Future[Answer] = Future()
         if kind == "hung up":

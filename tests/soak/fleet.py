@@ -87,7 +87,7 @@ class Slot:
         self.engine.ready(READY_SECONDS)
         for method in self.kernels:
             self.engine.rpc(method)
-        if self.hosts is not None:
+        if self.site.mounted:
             reserve_shared_memory()
         self.warm_up()
         self.meant_to_end = False
@@ -104,8 +104,14 @@ class Slot:
             answer.result(READY_SECONDS)
 
     def crashed(self) -> bool:
-        """Whether it has ended without an event that ends it."""
-        return self.up.is_set() and not self.meant_to_end and not self.engine.alive
+        """Whether it has ended without an event that ends it. Its front end may outlive its engine core."""
+        if not self.up.is_set() or self.meant_to_end:
+            return False
+        return not self.engine.alive or not self.named("EngineCore")
+
+    def note_crash(self) -> None:
+        text = f"{self.name}, life {self.life}, ended by itself, see {self.engine.log.name}: {last_words(self)}"
+        self.journal.note("crash", text=text)
 
     def explains(self, since: float, until: float) -> bool:
         """Whether an event that hit it reaches into this time."""
@@ -255,15 +261,18 @@ class Fleet:
     def run(self, events: list[Event], until: float) -> None:
         """Execute the schedule until the end of the run, one event at a time for each engine."""
         for event in events:
-            if self.stop.wait(max(0.0, event.at - self._journal.now())):
-                return
+            self._supervise(event.at)
             target = self.site if event.target == ALL else self.slots[event.target]
-            self.look_for_crashes()
             if not target.busy.acquire(blocking=False):
                 self._journal.note("event left out", kind=event.kind, engine=target.name)
                 continue
             self._begin(target, event)
-        self.stop.wait(max(0.0, until - self._journal.now()))
+        self._supervise(until)
+
+    def _supervise(self, until: float) -> None:
+        """Replace engines that end by themselves, until then."""
+        while (left := until - self._journal.now()) > 0 and not self.stop.wait(min(left, 0.5)):
+            self.look_for_crashes()
 
     def _begin(self, target: Slot | Site, event: Event) -> None:
         thread = threading.Thread(target=self._do, args=(target, event), name=f"event {target.name}", daemon=True)
@@ -285,8 +294,7 @@ class Fleet:
         """Record engines that ended by themselves, and start them again."""
         for slot in self.slots.values():
             if slot.crashed() and slot.busy.acquire(blocking=False):
-                text = f"{slot.name}, life {slot.life}, ended by itself, see {slot.engine.log.name}: {last_words(slot)}"
-                self._journal.note("crash", text=text)
+                slot.note_crash()
                 event = Event(self._journal.now(), "kill", slot.name, 0.0, 0.0)
                 self._begin(slot, event)
 

@@ -21,6 +21,7 @@ MARKS = {
     "full disk": "#8c564b",
     "full shm": "#e377c2",
 }
+OTHER = "#7f7f7f"
 
 
 def plot(
@@ -65,7 +66,7 @@ def plot(
                 width = max(1.0, x(event.at + event.seconds) - x(event.at))
                 parts.append(
                     f'<rect x="{x(event.at):.1f}" y="{top}" width="{width:.1f}" height="{PANEL}" '
-                    f'fill="{MARKS[event.kind]}" opacity="0.25"><title>{event.kind}</title></rect>'
+                    f'fill="{MARKS.get(event.kind, OTHER)}" opacity="0.25"><title>{event.kind}</title></rect>'
                 )
         for at, word in marks:
             parts.append(

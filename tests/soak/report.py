@@ -12,7 +12,7 @@ from soak.journal import Line, Past, read_lines
 from soak.judge import FILES, MEMORY, Allowance, Outcome, Tally, growth_beyond, leaks_of_process
 from soak.plot import plot
 from soak.samples import Sample, growth, heap_growth, read_samples
-from soak.schedule import KINDS, Event
+from soak.schedule import Event
 
 
 def report(folder: Path) -> tuple[list[str], bool]:
@@ -99,7 +99,7 @@ def facts_in(lines: Sequence[Line], tally: Tally) -> list[str]:
         *(line["text"] for line in lines if line["what"] == "fact"),
         f"under load: {loads}; {past.parts} part{'s' * (past.parts > 1)}",
         f"{right} right answers, {right / max(seconds, 1):.1f} a second",
-        f"events: {', '.join(f'{kind} {events[kind]}' for kind in KINDS)}; {left_out} left out",
+        f"events: {', '.join(f'{kind} {n}' for kind, n in sorted(events.items()))}; {left_out} left out",
         f"rotations that removed the old secret: {rotations[2]}, of them {dict(troubles)}",
         f"asked D alone: {len(alone)} right answers, {len(hits)} of them hit {sum(hits)} tokens",
         f"hostile clients: {dict(visits)}",

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from soak.census import MAX_TOKENS, Prompt, load_census, save_census, take_census
-from soak.clients import Client, World
+from soak.clients import PROXIED, Client, World
 from soak.fleet import Fleet, Slot, config
 from soak.front import Proxy
 from soak.hostile import Address, Stranger
@@ -23,7 +23,7 @@ from soak.hosts import Hosts, NoNamespaces
 from soak.journal import Journal, Past, read_lines
 from soak.judge import Outcome, judge, leaks_of_pool
 from soak.samples import EVERY_SECONDS, Sampler
-from soak.schedule import schedule
+from soak.schedule import Event, schedule
 from soak.site import Site
 from support.engines import Engine, EngineFailed, Zygote, engines, free_port, make_models
 from support.handoff import arguments, decode, noise, prefill
@@ -66,6 +66,10 @@ class Options:
     one_host: bool
     limit: float
 
+    @property
+    def proxied(self) -> bool:
+        return any(kind in PROXIED for kind in self.requests)
+
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
 
@@ -75,9 +79,13 @@ class Options:
         return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in form.items()})
 
 
+Kinds = dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]]
+"""Engines by name: ranks, policy, settings of the connector, arguments of vLLM. d1 knows the prefill engines."""
+
+
 @dataclass(frozen=True)
 class Run:
-    """What the parts of a run share."""
+    """What the parts of a run share, and the engines and events that are the soak's own."""
 
     options: Options
     folder: Path
@@ -85,6 +93,23 @@ class Run:
     site: Site
     hosts: Hosts | None
     zygote: Zygote
+    slot_type: ClassVar[type[Slot]] = Slot
+
+    def kinds(self, model: str) -> Kinds:
+        caching = {"enable_prefix_caching": True}
+        # Room for some of the requests only: they wait, are preempted, and vLLM reuses their blocks at once.
+        few = {"num_gpu_blocks_override": 400 if model == "gemma3" else 60, "max_num_batched_tokens": 256}
+        cases = {"case_folder": str(self.site.disk / "cases"), "piece_tokens": 64}
+        # All four pairs of ranks: 1 to 2, 1 to 1, 2 to 2 and 2 to 1.
+        return {
+            "p1": (1, "recompute", {}, caching),
+            "p2": (2, "recompute", {}, {"max_num_batched_tokens": 256}),
+            "d1": (2, "recompute", cases, caching | few),
+            "d2": (1, "fail", cases, caching),
+        }
+
+    def events(self, model: str, seconds: float) -> list[Event]:
+        return schedule(f"{self.options.seed} {model}", seconds, NAMES, SPARED, self.options.without)
 
 
 def run(options: Options, folder: Path) -> None:
@@ -122,10 +147,12 @@ def run_model(run: Run, model: str) -> None:
         fleet = Fleet(slots, run.site, run.journal)
         stack.callback(fleet.kill)
         fleet.start()
-        prefill_urls, decode_urls = ([url_of(slot) for slot in slots if slot.role == role] for role in "pd")
-        proxy = Proxy(run.folder / "proxy.log", prefill_urls, decode_urls)
-        stack.callback(proxy.close)
-        proxy.ready()
+        proxy = None
+        if run.options.proxied:
+            prefill_urls, decode_urls = ([url_of(slot) for slot in slots if slot.role == role] for role in "pd")
+            proxy = Proxy(run.folder / "proxy.log", prefill_urls, decode_urls)
+            stack.callback(proxy.close)
+            proxy.ready()
         world = World(fleet, run.journal, proxy, prompts, 2 * noise(model), LEASE, run.options.limit)
         soak(world, run, model)
 
@@ -140,38 +167,30 @@ def census_of(run: Run, model: str, folder: Path) -> list[Prompt]:
 
 def make_slots(run: Run, model: str, folder: Path) -> list[Slot]:
     hosts = run.hosts
-    ports = {name: free_port() for name in NAMES}
-    where = {name: "127.0.0.1" if hosts is None else hosts.address(name) for name in NAMES}
-    prefill_engines = [f"{where[name]}:{ports[name]}" for name in ("p1", "p2")]
-    caching = {"enable_prefix_caching": True}
-    # Room for some of the requests only: they wait, are preempted, and vLLM reuses their blocks at once.
-    few = {"num_gpu_blocks_override": 400 if model == "gemma3" else 60, "max_num_batched_tokens": 256}
-    cases = {"case_folder": str(run.site.disk / "cases"), "piece_tokens": 64}
-    # All four pairs of ranks: 1 to 2, 1 to 1, 2 to 2 and 2 to 1.
-    kinds: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
-        "p1": (1, "recompute", {}, caching),
-        "p2": (2, "recompute", {}, {"max_num_batched_tokens": 256}),
-        "d1": (2, "recompute", {"prefill_engines": prefill_engines} | cases, caching | few),
-        "d2": (1, "fail", cases, caching),
-    }
+    kinds = run.kinds(model)
+    ports = {name: free_port() for name in kinds}
+    where = {name: "127.0.0.1" if hosts is None else hosts.address(name) for name in kinds}
+    known = {"d1": {"prefill_engines": [f"{where[name]}:{ports[name]}" for name in kinds if name[0] == "p"]}}
+    secret = {"secret_file": str(run.site.file)}
     lives = Past.of(read_lines(run.folder / "journal.jsonl")).lives
     slots = []
     for name, (ranks, policy, settings, engine_args) in kinds.items():
         env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": where[name]} if hosts is None else hosts.env(name)
-        secret = {"secret_file": str(run.site.file)}
         template = Engine(
             run.zygote,
             folder,
             run.folder / f"{name}.log",
-            kv_transfer_config=config(name, policy=policy, lease=LEASE, settings=SETTINGS | secret | settings),
+            kv_transfer_config=config(
+                name, policy=policy, lease=LEASE, settings=SETTINGS | secret | known.get(name, {}) | settings
+            ),
             tensor_parallel_size=ranks,
             env=env | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports[name])} | (TWO_RANKS if ranks == 2 else {}),
             engine_args=arguments(model, skip_tokenizer_init=False, **engine_args),
-            http=(where[name], HTTP_PORT if hosts is not None else free_port()),
+            http=(where[name], HTTP_PORT if hosts is not None else free_port()) if run.options.proxied else None,
         )
         # vLLM's build for CPUs ends with a prefix cache of states.
         kernels = ("e2e_mamba_2",) if "nemotron" in model else ()
-        slots.append(Slot(name, template, run.journal, hosts, run.site, kernels, lives[name]))
+        slots.append(run.slot_type(name, template, run.journal, hosts, run.site, kernels, lives[name]))
     return slots
 
 
@@ -186,11 +205,7 @@ def soak(world: World, run: Run, model: str) -> None:
     sampler.start()
     journal.note("load", model=model)
     shift = journal.now() - done
-    events = [
-        replace(event, at=event.at + shift)
-        for event in schedule(seed, seconds, NAMES, SPARED, options.without)
-        if event.at >= done
-    ]
+    events = [replace(event, at=event.at + shift) for event in run.events(model, seconds) if event.at >= done]
     # After a cut others than the first time, or the same requests would meet later events.
     drawn = f"{seed} {past.parts}"
     clients = [Client(world, drawn, number, options.requests) for number in range(options.clients)]
@@ -237,14 +252,14 @@ def check_afterwards(world: World) -> int:
     """After the last event: what D has from hand-offs is right, every pair hands off again, all blocks and requests are
     released. Return the number of engines that hold nothing."""
     slots = world.fleet.slots
-    readers = slots["d1"], slots["d2"]
-    if not world.proxy.alive:
+    prefilling, decoding = ([slot for slot in slots.values() if slot.role == role] for role in "pd")
+    if world.proxy is not None and not world.proxy.alive:
         world.journal.note("crash", text="the proxy ended by itself")
     with attempt(world, "d1 and d2 alone"):
-        for d in readers:
+        for d in decoding:
             ask_all_alone(world, d)
-    for p in (slots["p1"], slots["p2"]):
-        for d in readers:
+    for p in prefilling:
+        for d in decoding:
             with attempt(world, f"{p.name} to {d.name} afterwards"):
                 ask_parts_alone(world, p, d)
     end = time.monotonic() + 2 * world.lease + 30

@@ -75,9 +75,9 @@ def role_of(pid: int, group: int) -> str:
 
 
 class Sampler(threading.Thread):
-    """Samples the processes of all slots, and the proxy, until stopped, into a CSV file."""
+    """Samples the processes of all slots, and the proxy if there is one, until stopped, into a CSV file."""
 
-    def __init__(self, slots: Iterable[Slot], proxy: Proxy, journal: Journal, path: Path) -> None:
+    def __init__(self, slots: Iterable[Slot], proxy: Proxy | None, journal: Journal, path: Path) -> None:
         super().__init__(name="sampler", daemon=True)
         self._slots = list(slots)
         self._proxy = proxy
@@ -89,7 +89,8 @@ class Sampler(threading.Thread):
         write = csv.writer(self._file).writerows
         while not self._over.wait(EVERY_SECONDS):
             now = self._journal.now()
-            write(map(astuple, sample("proxy", 1, self._proxy.pid, "proxy", now)))
+            if self._proxy is not None:
+                write(map(astuple, sample("proxy", 1, self._proxy.pid, "proxy", now)))
             for slot in self._slots:
                 if slot.up.is_set():
                     for pid in slot.engine.pids():

@@ -60,7 +60,7 @@ class Site:
         self.rotations = 0
         self._journal = journal
         self._lease = lease
-        self._mounted = mounted
+        self.mounted = mounted
         self._secret = secrets.token_hex(32).encode()
         self._beside(self._secret).replace(self.file)
 
@@ -69,7 +69,7 @@ class Site:
         self._journal.note("event", kind=event.kind, engine=self.name, life=0, seconds=event.seconds)
         if event.kind == "rotate":
             self._rotate(event, readers, stop)
-        elif self._mounted:
+        elif self.mounted:
             with self.starting, full(self.disk if event.kind == "full disk" else Path("/dev/shm")):
                 stop.wait(event.seconds)
         self._journal.note("event over", kind=event.kind, engine=self.name, life=0)
@@ -87,7 +87,7 @@ class Site:
                 self._break(BROKEN[int(event.choice * 1000) % len(BROKEN)], min(event.seconds, 4.0), stop)
             with self.starting:
                 beside = self._beside(*lines)  # before the disk is full
-                with full(self.disk) if trouble == 3 + step and self._mounted else contextlib.nullcontext():
+                with full(self.disk) if trouble == 3 + step and self.mounted else contextlib.nullcontext():
                     waits = {reader.name: reader.has_read(len(lines)) for reader in readers}
                     beside.replace(self.file)
                     self._wait(waits, step)

@@ -19,7 +19,7 @@ import pytest
 from soak import site
 from soak.census import BLOCK, Prompt, draw_prompts, load_census, save_census
 from soak.clients import changed
-from soak.fleet import Slot, read_counters
+from soak.fleet import Fleet, Slot, read_counters
 from soak.front import Refused, answer_in, read_events
 from soak.journal import Journal, Past, read_lines
 from soak.judge import (
@@ -456,6 +456,45 @@ def test_an_engine_has_read_its_secrets_if_its_log_says_so(tmp_path: Path) -> No
     slot.life = 2
     assert waiting(), "its next life reads the file when it starts"
     journal.close()
+
+
+def test_an_engine_without_its_core_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = Slot("p1", cast("Engine", None), cast("Journal", None), None, cast("site.Site", None), (), 1)
+    slot.engine = cast("Engine", SimpleNamespace(alive=True, pids=lambda: [1]))
+    names = {1: "front end"}
+    monkeypatch.setattr("soak.fleet.process_name", names.get)
+    assert not slot.crashed(), "it has not been ready"
+    slot.up.set()
+    assert not slot.crashed(), "an event ends it"
+    slot.meant_to_end = False
+    assert slot.crashed()
+    names[1] = "VLLM::EngineCore"
+    assert not slot.crashed()
+
+
+class Ending(Slot):
+    """An engine that ends by itself once, and the run with it."""
+
+    fleet: Fleet
+
+    def crashed(self) -> bool:
+        return not self.fleet.stop.is_set()
+
+    def note_crash(self) -> None:
+        self.fleet.stop.set()
+
+    def do(self, event: Event, stop: threading.Event) -> None:
+        self.replaced = event.kind
+
+
+def test_an_engine_that_ends_between_two_events_is_replaced(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    slot = Ending("p1", cast("Engine", None), journal, None, cast("site.Site", None), (), 1)
+    slot.fleet = Fleet([slot], cast("site.Site", None), journal)
+    slot.fleet.run([], 60.0)
+    slot.fleet.settle()
+    journal.close()
+    assert slot.replaced == "kill"
 
 
 @pytest.mark.parametrize("trouble", range(9))
