@@ -1,144 +1,99 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run: P behind a link, two decode engines at its other end, the soak's clients; then nothing may be left over."""
+"""One run of the soak with P behind a link, two decode engines at its other end, and faults of the link as events."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import threading
-import time
 from pathlib import Path
-from typing import Any
 
 from faults.schedule import fault_of, schedule
-from soak.clients import KINDS as REQUESTS
-from soak.clients import Client, World
-from soak.fleet import Fleet, Slot, config
+from soak.clients import KINDS, PROXIED
+from soak.fleet import Slot
+from soak.hosts import Hosts
 from soak.journal import Journal
-from soak.judge import Outcome, Tally
-from soak.run import ENVIRONMENT, LEASE, Options, Result, all_given_back, answer_beforehand, attempt, count_often, right
+from soak.run import ENVIRONMENT, LEASE, Kinds, Options, Run, run_model
 from soak.schedule import Event
-from support.engines import Engine, Zygote, free_port, make_models
-from support.handoff import arguments, noise
+from soak.site import Reader, Site
+from support.engines import Zygote
 from support.link import Fault, Link
 
+REQUESTS = tuple(kind for kind in KINDS if kind not in PROXIED)
+"""Clients are outside the two namespaces, where they do not reach the engines' HTTP servers."""
 UCX_END = re.compile(r"ucp_request\.inl:\d+ +Fatal: unexpected error: Endpoint timeout|ucp_worker_discard_uct_ep")
-"""What UCX writes when it ends a prefill engine that has lost a connection: docs/security.md."""
-SIDES = {"p1": 0, "d1": 1, "d2": 1}
-"""End of the link that each engine is at."""
+"""What UCX writes when it ends an engine that has lost a connection from a reader: docs/security.md."""
 
 
 class LinkedSlot(Slot):
     """An engine at an end of the link."""
 
-    def crashed(self) -> bool:
-        # The front end of the tests outlives an engine core that has ended with its worker.
-        return super().crashed() or (self.up.is_set() and not self.meant_to_end and not self.named("EngineCore"))
-
     def explains(self, since: float, until: float) -> bool:
         # There is a fault every few seconds, and TCP may send nothing for two minutes after it.
         return True
 
+    def note_crash(self) -> None:
+        if words := UCX_END.search(self.engine.log.read_text(errors="replace")):
+            self.journal.note("fact", text=f"{self.name}, life {self.life}, was ended by UCX: {words[0]}")
+        else:
+            super().note_crash()
 
-def run(options: Options) -> Result:
-    """Do one run. Its journal and logs are in the folder of the options."""
-    options.folder.mkdir(parents=True)
-    result = Result(options, Tally())
+
+class Ends(Hosts):
+    """P is one end of the link, all decode engines are the other."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def address(self, name: str) -> str:
+        return self._link.addresses[name[0] == "d"]
+
+    def env(self, name: str) -> dict[str, str]:
+        return self._link.env(int(name[0] == "d"))
+
+
+class LinkedSite(Site):
+    """Its events are faults of the link."""
+
+    def __init__(self, folder: Path, journal: Journal, link: Link) -> None:
+        super().__init__(folder, journal, LEASE, mounted=False)
+        self._link = link
+
+    def do(self, event: Event, readers: list[Reader], stop: threading.Event) -> None:
+        note = {"kind": event.kind, "engine": self.name, "life": 0}
+        self._journal.note("event", **note, choice=event.choice, seconds=event.seconds)
+        before = self._link.set(*fault_of(event))
+        stop.wait(event.seconds)
+        after = self._link.set(Fault())
+        p, d = (dict(now - then) for now, then in zip(after, before, strict=True))
+        self._journal.note("event over", **note, from_p=p, from_d=d)
+
+
+class LinkedRun(Run):
+    """A run with one prefill engine, two decode engines and faults."""
+
+    slot_type = LinkedSlot
+
+    def kinds(self, model: str) -> Kinds:
+        caching = {"enable_prefix_caching": True}
+        return {
+            "p1": (1, "recompute", {}, caching),
+            "d1": (1, "recompute", {"piece_tokens": 64}, caching),
+            "d2": (1, "fail", {"piece_tokens": 64}, caching),
+        }
+
+    def events(self, model: str, seconds: float) -> list[Event]:
+        return schedule(self.options.seed, seconds)
+
+
+def run(options: Options, folder: Path) -> None:
+    """Do a run. Its journal, logs, samples and census are in the folder."""
     with contextlib.ExitStack() as stack:
-        zygote = stack.enter_context(Zygote(options.folder / "zygote.log", ENVIRONMENT))
-        (model_dir,) = make_models(zygote, options.models, options.model)
-        prompts = answer_beforehand(zygote, model_dir, options)
-        journal = Journal(options.folder / "journal.jsonl")
+        journal = Journal(folder / "journal.jsonl")
         stack.callback(journal.close)
         link = stack.enter_context(Link(options.seed))
-        slots = make_slots(zygote, model_dir, options, link, journal)
-        fleet = Fleet(slots, journal)
-        stack.callback(fleet.kill)
-        fleet.start()
-        world = World(fleet, journal, result.tally, prompts, 2 * noise(options.model), LEASE, options.limit)
-        ask_and_fail(world, link, options, result)
-        counts = link.counts()
-        result.facts += [f"packets from {side}: {dict(count)}" for side, count in zip("PD", counts, strict=True)]
-    return result
-
-
-def make_slots(zygote: Zygote, model_dir: Path, options: Options, link: Link, journal: Journal) -> list[Slot]:
-    ports = {name: free_port() for name in SIDES}
-    # Mamba2 with prefix caching ends vLLM's CPU build.
-    caching = {"enable_prefix_caching": "nemotron" not in options.model}
-    address = f"{link.addresses[0]}:{ports['p1']}"
-    kinds: dict[str, tuple[str, dict[str, Any]]] = {
-        "p1": ("recompute", {}),
-        "d1": ("recompute", {"prefill_engines": [address], "piece_tokens": 64}),
-        "d2": ("fail", {"piece_tokens": 64}),
-    }
-    slots: list[Slot] = []
-    for name, (policy, settings) in kinds.items():
-        template = Engine(
-            zygote,
-            model_dir,
-            options.folder / f"{name}.log",
-            kv_transfer_config=config(name, policy=policy, lease=LEASE, settings=settings),
-            env=link.env(SIDES[name]) | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(ports[name])},
-            engine_args=arguments(options.model, **caching),
-        )
-        slots.append(LinkedSlot(name, template, journal, None))
-    return slots
-
-
-def supervise(fleet: Fleet, journal: Journal, until: float) -> None:
-    """Replace engines that end, until then."""
-    while journal.now() < until:
-        fleet.look_for_crashes()
-        time.sleep(0.5)
-
-
-def fail(link: Link, world: World, event: Event) -> None:
-    """Do a fault, and undo it."""
-    journal = world.journal
-    journal.note("fault", kind=event.kind, choice=event.choice, seconds=event.seconds)
-    before = link.set(*fault_of(event))
-    supervise(world.fleet, journal, journal.now() + event.seconds)
-    after = link.set(Fault())
-    done = [dict(now - then) for now, then in zip(after, before, strict=True)]
-    journal.note("fault over", kind=event.kind, from_p=done[0], from_d=done[1])
-
-
-def ask_and_fail(world: World, link: Link, options: Options, result: Result) -> None:
-    """The run itself, with engines that are ready."""
-    fleet = world.fleet
-    shift = world.journal.now()
-    clients = [Client(world, options.seed, number, list(REQUESTS)) for number in range(options.clients)]
-    for thread in (*clients, threading.Thread(target=count_often, args=(fleet,), daemon=True)):
-        thread.start()
-    for event in schedule(options.seed, options.seconds):
-        supervise(fleet, world.journal, shift + event.at)
-        fail(link, world, event)
-        fleet.done[event.kind] += 1
-    supervise(fleet, world.journal, shift + options.seconds)
-    fleet.stop.set()
-    fleet.settle()
-    for client in clients:
-        client.join(3 * world.limit)
-        if client.is_alive():
-            result.tally.leaks.append(f"{client.name} does not end")
-    for failure in fleet.failures:
-        ended = ended_by_ucx(failure, options.folder)
-        (result.facts if ended else result.tally.crashes).append(ended or failure)
-    slots = fleet.slots
-    for d in (slots["d1"], slots["d2"]):
-        attempt(result, f"{d.name} afterwards", lambda d=d: right(world, slots["p1"], d, world.prompts[0]))
-    end = time.monotonic() + 2 * world.lease + 30
-    for slot in slots.values():
-        attempt(result, slot.name, lambda slot=slot: all_given_back(slot, end, result))
-        result.counters[slot.name] = slot.counters + slot.latest
-    answered = world.tally.total(Outcome.RIGHT)
-    result.facts.append(f"{answered} right answers in {options.seconds:g} s, {answered / options.seconds:.1f} a second")
-    result.facts.append(f"faults: {dict(fleet.done)}")
-
-
-def ended_by_ucx(failure: str, logs: Path) -> str:
-    """Which engine UCX ended and with what words, if that is what a failure of the fleet says; otherwise no text."""
-    found = re.match(r"(.*, life \d+), ended by itself, see ([^:]+):", failure)
-    words = UCX_END.search((logs / found[2]).read_text(errors="replace")) if found else None
-    return f"{found[1]}, was ended by UCX: {words[0]}" if found and words else ""
+        site = LinkedSite(folder, journal, link)
+        zygote = stack.enter_context(Zygote(folder / "zygote.log", ENVIRONMENT | {"TMPDIR": str(site.disk)}))
+        run_model(LinkedRun(options, folder, journal, site, Ends(link), zygote), *options.models)
+        for side, counts in zip("PD", link.counts(), strict=True):
+            journal.note("fact", text=f"packets from {side}: {dict(counts)}")

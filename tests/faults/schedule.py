@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from soak.schedule import Event
+from soak.schedule import ALL, Event
 from support.link import Fault
 
 KINDS: dict[str, Callable[[float], Fault]] = {
@@ -44,7 +44,7 @@ def schedule(seed: int, seconds: float) -> list[Event]:
             if at > end:
                 return events
             lasts = round(min(lasts, end - at), 2)
-            events.append(Event(round(at, 2), kind, "p1", lasts, rng.random()))
+            events.append(Event(round(at, 2), kind, ALL, lasts, rng.random()))
             at += lasts
 
 

@@ -1,17 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule and the report of `make faults`, without engines."""
+"""The schedule, the engines and the report of `make faults`, without engines that run."""
 
 from __future__ import annotations
 
 import itertools
-import os
+import json
+import threading
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from faults.run import LinkedSlot, ended_by_ucx
+from faults.run import REQUESTS, Ends, LinkedRun, LinkedSite, LinkedSlot
 from faults.schedule import KINDS, PARTITION_SECONDS, REST_SECONDS, fault_of, schedule
-from soak.schedule import Event
+from soak.journal import Journal, read_lines
+from soak.report import report
+from soak.run import Options, make_slots
+from soak.schedule import ALL, Event
+from support.link import Fault
 
 CUTS = ("partition", "one way")
 
@@ -45,33 +54,78 @@ def test_strengths() -> None:
     assert all(fault_of(Event(0, kind, "p1", 1, 0.5))[1] == (0, 1) for kind in KINDS if kind != "one way")
 
 
+class FakeLink:
+    """Counts a packet of each direction whenever its fault changes."""
+
+    addresses = ("10.79.0.1", "10.79.0.2")
+
+    def __init__(self) -> None:
+        self.faults: list[tuple[Fault, Sequence[int]]] = []
+
+    def set(self, fault: Fault, directions: Sequence[int] = (0, 1)) -> list[Counter[str]]:
+        self.faults.append((fault, directions))
+        return [Counter(packets=len(self.faults)) for _ in range(2)]
+
+    def env(self, side: int) -> dict[str, str]:
+        return {"KVHMA_E2E_NETNS": "pd"[side], "VLLM_NIXL_SIDE_CHANNEL_HOST": self.addresses[side]}
+
+
+def make_site(folder: Path) -> tuple[LinkedSite, FakeLink, Journal]:
+    link, journal = FakeLink(), Journal(folder / "journal.jsonl")
+    return LinkedSite(folder, journal, cast("Any", link)), link, journal
+
+
+def test_a_fault_is_noted_and_undone(tmp_path: Path) -> None:
+    site, link, journal = make_site(tmp_path)
+    (tmp_path / "samples.csv").touch()
+    journal.note("load", model="gemma3")
+    site.do(Event(0.0, "one way", ALL, 0.01, 0.7), [], threading.Event())
+    journal.note("fact", text="packets from P: {}")
+    journal.close()
+    assert link.faults == [(Fault(loss=1), (1,)), (Fault(), (0, 1))]
+    over = read_lines(tmp_path / "journal.jsonl")[-2]
+    assert (over["what"], over["from_p"], over["from_d"]) == ("event over", {"packets": 1}, {"packets": 1})
+    lines, failed = report(tmp_path)
+    assert not failed
+    assert "events: one way 1; 0 left out" in lines
+    assert "packets from P: {}" in lines
+
+
+def test_p_and_d_are_at_two_ends(tmp_path: Path) -> None:
+    site, link, journal = make_site(tmp_path)
+    options = Options(60.0, 7, ("gemma3",), 12, 0, (), REQUESTS, one_host=False, limit=400.0)
+    run = LinkedRun(options, tmp_path, journal, site, Ends(cast("Any", link)), cast("Any", None))
+    p1, d1, d2 = slots = make_slots(run, "gemma3", tmp_path)
+    assert all(isinstance(slot, LinkedSlot) for slot in slots)
+    assert [slot.template.env["KVHMA_E2E_NETNS"] for slot in slots] == ["p", "d", "d"]
+    port = p1.template.env["VLLM_NIXL_SIDE_CHANNEL_PORT"]
+    known = [
+        json.loads(json.dumps(slot.template.kv_transfer_config))["kv_connector_extra_config"].get("prefill_engines")
+        for slot in (d1, d2)
+    ]
+    assert known == [[f"10.79.0.1:{port}"], None], "D looks for P at P's end"
+    assert {slot.template.http for slot in slots} == {None}, "clients do not reach these ends"
+    assert run.events("gemma3", 60.0) == schedule(7, 60.0)
+    journal.close()
+
+
 def test_only_an_end_by_ucx_is_no_failure(tmp_path: Path) -> None:
-    failure = "p1, life 2, ended by itself, see p1-2.log: no reason in it"
-    log = tmp_path / "p1-2.log"
-    log.write_text("INFO ready\nFatal Python error: Segmentation fault\n")
-    assert ended_by_ucx(failure, tmp_path) == ""
-    log.write_text("INFO ready\n[vm:1:0:2] ucp_request.inl:356  Fatal: unexpected error: Endpoint timeout\n")
-    assert ended_by_ucx(failure, tmp_path) == (
-        "p1, life 2, was ended by UCX: ucp_request.inl:356  Fatal: unexpected error: Endpoint timeout"
+    site, _, journal = make_site(tmp_path)
+    slot = LinkedSlot("p1", cast("Any", None), journal, None, site, (), 2)
+    slot.engine = cast("Any", SimpleNamespace(log=tmp_path / "p1-2.log"))
+    for words in (
+        "Fatal Python error: Segmentation fault",
+        "[vm:1:0:2] ucp_request.inl:356  Fatal: unexpected error: Endpoint timeout",
+    ):
+        slot.engine.log.write_text(f"INFO ready\n{words}\n")
+        slot.note_crash()
+    journal.close()
+    ended, by_ucx = ((line["what"], line["text"]) for line in read_lines(tmp_path / "journal.jsonl")[1:])
+    assert ended == (
+        "crash",
+        "p1, life 2, ended by itself, see p1-2.log: Fatal Python error: Segmentation fault",
     )
-    assert ended_by_ucx("p1: kill: processes outlive SIGKILL", tmp_path) == ""
-
-
-class FrontEnd:
-    """An engine of which only the front end is left."""
-
-    alive = True
-
-    def pids(self) -> list[int]:
-        return [os.getpid()]
-
-
-def test_an_engine_without_its_core_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    slot = LinkedSlot("p1", None, None, None)
-    slot.engine = FrontEnd()
-    assert not slot.crashed(), "it has not been ready"
-    slot.up.set()
-    slot.meant_to_end = False
-    assert slot.crashed()
-    monkeypatch.setattr("soak.fleet.process_name", lambda _: "VLLM::EngineCore")
-    assert not slot.crashed()
+    assert by_ucx == (
+        "fact",
+        "p1, life 2, was ended by UCX: ucp_request.inl:356  Fatal: unexpected error: Endpoint timeout",
+    )
