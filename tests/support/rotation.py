@@ -121,8 +121,14 @@ class Clock:
     def __init__(self, patch: Any) -> None:
         """Begin where files that are written now are old enough."""
         self.now = time.time() + 3600
-        patch.setattr(f"{_MODULE}.time", mock.Mock(time=lambda: self.now, monotonic=lambda: self.now))
+        self._module = mock.Mock(time=lambda: self.now, monotonic=lambda: self.now)
+        patch.setattr(f"{_MODULE}.time", self._module)
 
     def pass_by(self) -> None:
         """Let so much time pass that the file is read again."""
         self.now += 60
+
+    def read_time(self, file: Path, seconds: float) -> None:
+        """Let the file be read again so many seconds after it changed."""
+        self.pass_by()
+        self._module.time = lambda: file.stat().st_ctime + seconds

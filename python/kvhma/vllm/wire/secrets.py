@@ -102,6 +102,8 @@ class Secrets:
         self._read = tuple(secrets)
         self._current = _derive(self._read)
         self._read_at = time.monotonic()
+        self._seen = b""
+        """Content of the file when it was last read."""
         self._unusable = False
         """Whether the file is unusable now, which is logged once."""
         self._is_refreshed = False
@@ -172,7 +174,8 @@ class Secrets:
         try:
             with _settings_errors(_name(file)):
                 data, changed_at = _read_file(file)
-                if 0 <= time.time() - changed_at < _REREAD_SECONDS:
+                seen, self._seen = self._seen, data
+                if data != seen and 0 <= time.time() - changed_at < _REREAD_SECONDS:
                     return  # its writer may not have finished
                 found = tuple(_lines(data, _name(file)))
                 known = dict(zip(self._read, self._current.credentials, strict=True))
@@ -204,13 +207,13 @@ def _settings_errors(source: str) -> Iterator[None]:
 
 
 def _read_file(file: Path) -> tuple[bytes, float]:
-    """Return the content, and when it last changed."""
+    """Return the content, and when it was last written, renamed or touched: no program can choose that time."""
     try:
         with open(file, "rb", opener=_open_at_once) as opened:
             if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
                 raise SettingsError(f"{_name(file)} is not a regular file")
             data = opened.read(_MAX_FILE_BYTES + 1)
-            changed_at = os.fstat(opened.fileno()).st_mtime
+            changed_at = os.fstat(opened.fileno()).st_ctime
     except OSError as error:
         raise SettingsError(f"{_name(file)} cannot be read: {error.strerror}") from error
     if len(data) > _MAX_FILE_BYTES:
