@@ -30,7 +30,16 @@ from kvhma.vllm.metadata import StepMetadata, WorkerReport
 from kvhma.vllm.peers import board_reader
 from kvhma.vllm.peers.board_reader import BoardMemory
 from kvhma.vllm.peers.client import Client
-from kvhma.vllm.wire.lease_board import BOARD_BYTES, MARK_BYTES, OPENED, OWNER_BYTES, BoardFile, LeaseBoard, mark_of
+from kvhma.vllm.wire.lease_board import (
+    BOARD_BYTES,
+    MARK_BYTES,
+    OPENED,
+    OWNER_BYTES,
+    BoardFile,
+    LeaseBoard,
+    mark_of,
+    owner_of,
+)
 from kvhma.vllm.wire.messages import Finish, Outcome, Renew
 from kvhma.vllm.wire.params import LeaseClaim, LeaseKey
 from support.leases import Clock
@@ -443,7 +452,7 @@ def test_threads_that_look_at_one_board(p, d):
 class SlowRead:
     """A prepared read that ends when the test ends it."""
 
-    peer = SimpleNamespace(name="p")
+    peer = SimpleNamespace(name="p", payload=SimpleNamespace(public_key=KEY))
 
     def __init__(self, address):
         self.address = address
@@ -457,7 +466,8 @@ class SlowRead:
         return self
 
     def end(self, content=b""):
-        ctypes.memmove(self.address + OWNER_BYTES, OPENED + content, MARK_BYTES + len(content))
+        board = owner_of(KEY) + OPENED + content
+        ctypes.memmove(self.address, board, len(board))
         self.finished = True
 
     def wait(self, seconds):
@@ -571,6 +581,14 @@ def test_a_place_that_may_still_be_written_to_is_not_given_back():
     assert sorted(memory._free) == list(range(32))
     assert readers[1].look(time.monotonic()) == (math.inf, b""), "and nothing is read into it any more"
     assert agent.reads[1].posted == 0
+
+
+def test_a_board_that_becomes_another_workers_says_nothing(p, d):
+    board = looked_at(d, p)
+    assert board.look(time.monotonic())[1][OWNER_BYTES:].startswith(OPENED)
+    p.board._bytes[0] ^= 1
+    assert board.look(time.monotonic()) == (math.inf, b"")
+    assert not board.useful
 
 
 @pytest.fixture

@@ -41,6 +41,7 @@ class BoardReader:
         self._memory = memory
         self._place: int | None = place
         self._read = read
+        self._owner = owner_of(read.peer.payload.public_key)
         self._lock = threading.Lock()
         self._reading: TransferHandle | None = None
         self._began_at = self._shown_at = 0.0
@@ -49,7 +50,7 @@ class BoardReader:
 
     @property
     def useful(self) -> bool:
-        """Whether P writes to the board and it can be read, as far as this process knows."""
+        """Whether the board is P's, P writes to it and it can be read, as far as this process knows."""
         return self._useful
 
     @property
@@ -73,11 +74,11 @@ class BoardReader:
         with self._lock:
             if not self._read_anew(timeout):
                 raise TransferError(f"the lease board of {peer.name!r} was not read in {timeout} s")
-        expected, found = owner_of(peer.payload.public_key), self._board[:OWNER_BYTES]
-        if found != expected:
+        found = self._board[:OWNER_BYTES]
+        if found != self._owner:
             raise HandshakeError(
                 f"the memory that {peer.name!r} names is not that worker's: its lease board begins with {found.hex()}, "
-                f"and with the key that signed the worker identity it would begin with {expected.hex()}"
+                f"and with the key that signed the worker identity it would begin with {self._owner.hex()}"
             )
 
     def look(self, since: float) -> tuple[float, bytes]:
@@ -118,7 +119,7 @@ class BoardReader:
         if self._useful and self._place is not None and self._reading is not None and self._reading.poll() == "done":
             self._reading, self._shown_at = None, self._began_at
             self._board = self._memory.copy_board(self._place)
-            self._useful = self._board[OWNER_BYTES:].startswith(OPENED)
+            self._useful = self._board.startswith(self._owner + OPENED)
 
     def close(self) -> None:
         """Stop reading and free the place, after any read in flight. It may be called again."""
