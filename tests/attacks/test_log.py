@@ -90,6 +90,16 @@ def test_numbers_and_single_values_are_as_they_were(log):
     assert written == ["kvhma: 3 of 0.5, True", "kvhma: {'a': 'b\\n'}", "kvhma: 100 % of it"]
 
 
+def test_values_of_a_dictionary_are_plain_too(log):
+    """Formerly such a line was not written, and logging printed a traceback with the values as they were."""
+    logger, written = log
+    logger.warning("kvhma: %(request)s of %(number)03d, %(request)r", {"request": FORGED, "number": 7})
+    (line,) = written
+    assert line.isprintable()
+    assert line.count("forged") == 2
+    assert "of 007" in line
+
+
 def test_no_line_of_a_traceback_looks_like_one_of_the_log(log):
     logger, written = log
     try:

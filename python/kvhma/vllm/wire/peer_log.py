@@ -36,6 +36,13 @@ class _Plain:
     def __repr__(self) -> str:
         return one_line(repr(self._value))
 
+    def __getitem__(self, key: str) -> object:  # of the dictionary that may be the only argument of a line
+        return _plain(self._value[key])  # type: ignore[index]
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, Number) else _Plain(value)
+
 
 class _OneLine(logging.Filter):
     """Makes every value in a record plain, also those of this engine: clients choose the ids of requests."""
@@ -43,8 +50,8 @@ class _OneLine(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Return that the record is written."""
         args = record.args or ()
-        args = args if isinstance(args, tuple) else (args,)  # logging unpacks a single dictionary
-        record.args = tuple(arg if isinstance(arg, Number) else _Plain(arg) for arg in args)
+        # logging unpacks a single dictionary, for `%(name)s` or for `%s`
+        record.args = tuple(map(_plain, args)) if isinstance(args, tuple) else _Plain(args)  # type: ignore[assignment]
         if record.exc_info and not record.exc_text:
             # Each line begins with a mark, so no text of an error looks like a line of the log.
             lines = "".join(traceback.format_exception(*record.exc_info)).splitlines()
