@@ -350,6 +350,33 @@ def test_handshakes_that_do_not_go_on_are_ended(quick, data):
             close_all(raws)
 
 
+@pytest.mark.parametrize("hosts", [1, 30], ids=["one host", "many hosts"])
+def test_handshakes_at_a_time_are_bounded(monkeypatch, hosts):
+    """A handshake takes ten times the memory of an engine's connection. Formerly there could be as many of them."""
+    monkeypatch.setattr(connections, "MAX_HANDSHAKES", 8)
+    with listening(secrets=A) as found, Client(found.at, 5, A) as engine, contextlib.ExitStack() as stack:
+        is_answered(engine)
+        honest = stack.enter_context(connect(found.at))
+        begin_handshake(honest)
+        raws = [stack.enter_context(connect(found.at, f"127.0.3.{number % hosts + 1}")) for number in range(30)]
+        for raw in raws:
+            begin_handshake(raw)
+            answers(found.at, A)
+        assert found.counted.by_label("side_channel_refused")["room"] >= 30 - 8
+        assert sum(has_ended(raw, 0.001) for raw in raws) >= 30 - 8
+        assert has_ended(honest, 0.001) is (hosts > 1), "it is the oldest, but one host does not end another's"
+        is_answered(engine)
+
+
+def begin_handshake(raw):
+    """Send what a handshake begins with, and wait for the listener's part."""
+    outgoing = ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        A.client_context().wrap_bio(ssl.MemoryBIO(), outgoing).do_handshake()
+    raw.sendall(outgoing.read())
+    assert raw.recv(1, socket.MSG_PEEK)
+
+
 @settings(deadline=None, max_examples=150)
 @given(st.binary(max_size=1500), st.booleans())
 def test_any_bytes_end_their_own_connection_at_most(address, data, as_record):

@@ -66,6 +66,7 @@ from support.listening import (
     is_answered,
     listening,
     problem,
+    received,
     resident,
     said,
 )
@@ -418,23 +419,6 @@ def test_unfinished_questions_of_all_connections_are_bounded(monkeypatch):
         close_all(raws)
 
 
-def test_questions_that_wait_for_an_answer_are_bounded_too(monkeypatch):
-    """Fields that a question does not have are ignored, so it may be long; it waits up to a minute for its answer."""
-    monkeypatch.setattr(connections, "MAX_QUESTIONS_BYTES", 1 << 20)
-
-    class Waits:
-        def progress(self, question):
-            return None
-
-    question = {"type": "follow", "ticket": bytes(16), "seen": 0, "epoch": 0, "tokens": 0, "patience": 60.0}
-    with listening() as found, contextlib.ExitStack() as stack:
-        found._tickets = Waits()
-        for _ in range(4):
-            raw = stack.enter_context(connect(found.at))
-            raw.sendall(framed(msgspec.msgpack.encode(question | {"junk": bytes(400_000)})))
-        until(lambda: found.counted.by_label("side_channel_refused").get("room") == 2)
-
-
 def test_a_question_byte_by_byte_has_an_end(address, quick):
     # Before, only the size of a question had a bound.
     with connect(address) as raw:
@@ -483,10 +467,25 @@ def test_unread_answers_are_bounded_and_end(monkeypatch, quick):
             assert resident() - before < 100 << 20
             with Client(found.at, 5, NO_SECRETS) as client:  # who takes its answer gets it
                 assert client.ask(AskWorkerIdentity(0, 0, NONCE), SignedWorkerIdentity).data == hello
-            before = descriptors()
-            until(lambda: descriptors() <= before - 3)
+            until(lambda: found.counted.by_label("side_channel_refused").get("time"))
         finally:
             close_all(raws)
+
+
+def test_an_answer_counts_until_all_of_it_is_taken(monkeypatch):
+    """Formerly only the rest counted, and 905 MiB were stored under a bound of 256 MiB (T3)."""
+    monkeypatch.setattr("support.listening.HELLO", bytes(8 << 20))
+    monkeypatch.setattr(connections, "MAX_ANSWERS_BYTES", 32 << 20)
+    with listening() as found, contextlib.ExitStack() as stack:
+        found._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
+        for _ in range(20):
+            raw = stack.enter_context(connect(found.at))
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+            raw.sendall(frame(AskWorkerIdentity(0, 0, NONCE)))
+            assert received(raw, 7 << 20)
+        # Three have room. The listener closes those that have taken nothing for the longest time.
+        assert found.counted.by_label("side_channel_refused")["room"] == 17
+        assert received(raw, 1 << 20), "the last one has all of its answer"
 
 
 # --- S4: bytes of an answer -----------------------------------------------------------------------------------

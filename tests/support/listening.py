@@ -123,6 +123,13 @@ def said(raw: socket.socket) -> bytes:
     return received[4:]
 
 
+def received(raw: socket.socket, nbytes: int) -> bool:
+    """Whether so many more bytes come, before the connection ends."""
+    while nbytes > 0 and (data := raw.recv(min(nbytes, 1 << 20))):
+        nbytes -= len(data)
+    return nbytes == 0
+
+
 def problem(data: bytes) -> str:
     """The text of a problem."""
     found = msgspec.msgpack.decode(data)

@@ -92,22 +92,28 @@ class Connection:
         # Not bound to this connection: a reference cycle would hold its bytes after its end.
         self._advance: Callable[[Connection], None] = Connection._open
         self._received = bytearray()
-        self._unsent = memoryview(b"")
+        self._frame = memoryview(b"")
+        self._sent = 0
+        """The answer that is sent, and how many of its bytes were."""
         self._refused = ""
         self._later: Later | None = None
         """How the waiting question is answered; None while no question waits."""
         self._asked_at = 0.0
-        self._question_bytes = 0
-        """When the last question came, and its bytes while it waits."""
+        """When the last question came."""
         self._certificate: bytes | None = None
         self.deadline = time.monotonic() + (HANDSHAKE_SECONDS if secrets.enabled else IDLE_SECONDS)
         accepted.setblocking(False)
         keep_alive(accepted)
 
     @property
-    def received(self) -> int:
-        """Bytes of a question that is incomplete, or waits for its answer."""
-        return len(self._received) + self._question_bytes
+    def is_in_handshake(self) -> bool:
+        """Whether TLS's handshake has begun and not ended."""
+        return self._advance is Connection._shake_hands
+
+    @property
+    def question_bytes(self) -> int:
+        """Bytes of memory for an incomplete question. Of a question that waits, only its tickets are stored."""
+        return self._received.__alloc__()
 
     @property
     def waits_for(self) -> tuple[bytes, ...]:
@@ -120,9 +126,9 @@ class Connection:
         return self._later is None and (self._advance is not Connection._receive or bool(self._received))
 
     @property
-    def unsent(self) -> int:
-        """Bytes of an answer that the peer has not taken yet."""
-        return len(self._unsent)
+    def answer_bytes(self) -> int:
+        """Bytes of an answer of which the peer has not taken all yet."""
+        return len(self._frame)
 
     def fileno(self) -> int:
         """Return the file descriptor."""
@@ -208,31 +214,28 @@ class Connection:
             raise ConnectionEnded("secret")  # its secret was removed meanwhile
         self._received = bytearray()
         self._asked_at = time.monotonic()
-        self._take_answer(self._answer(memoryview(received)[HEADER_BYTES:]), len(received))
+        self._take_answer(self._answer(memoryview(received)[HEADER_BYTES:]))
 
     def answer_waiting(self) -> None:
         """Answer the waiting question if its answer is known by now; raises as :meth:`advance`."""
         if self._later is not None:
-            self._take_answer(self._later.ask_again(time.monotonic() - self._asked_at), self._question_bytes)
+            self._take_answer(self._later.ask_again(time.monotonic() - self._asked_at))
 
-    def _take_answer(self, answer: Answer | Later, question_bytes: int) -> None:
+    def _take_answer(self, answer: Answer | Later) -> None:
         if not isinstance(answer, Later):
-            self._stop_waiting()
+            self._later = None
             self._send(answer)
             return
-        self._later, self._question_bytes = answer, question_bytes
+        self._later = answer
         self._advance = Connection._wait
         self.events = selectors.EVENT_READ
         self.deadline = time.monotonic() + answer.seconds
-
-    def _stop_waiting(self) -> None:
-        self._later, self._question_bytes = None, 0
 
     def _wait(self) -> None:
         """Something came while a question waits: the end of the connection, or another question."""
         if not self.socket.recv(1):
             raise ConnectionEnded
-        self._stop_waiting()
+        self._later = None
         self._refuse("message", "it asks before it was answered", "one question at a time")
 
     def _pending(self) -> bool:
@@ -246,20 +249,20 @@ class Connection:
         self._send(Problem(text))
 
     def _send(self, answer: Answer) -> None:
-        self._unsent = memoryview(frame(answer))
+        self._frame, self._sent = memoryview(frame(answer)), 0
         self._advance = Connection._flush
         self.deadline = time.monotonic() + ANSWER_SECONDS
         self._flush()
 
     def _flush(self) -> None:
         self.events = selectors.EVENT_WRITE
-        while self._unsent:
+        while self._sent < len(self._frame):
             try:
-                self._unsent = self._unsent[self.socket.send(self._unsent) :]
+                self._sent += self.socket.send(self._frame[self._sent :])
             except BlockingIOError:
                 return
         self.deadline = time.monotonic() + IDLE_SECONDS
-        self._unsent = memoryview(b"")
+        self._frame = memoryview(b"")
         self.answered += 1
         if self._refused:
             # Closing with unread bytes would reset the connection before the peer reads the answer.

@@ -10,7 +10,7 @@ import resource
 import selectors
 import socket
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,9 +24,14 @@ from kvhma.vllm.wire.secrets import Secrets
 MAX_CONNECTIONS = 4096
 """Beyond it, and beyond a quarter of the process's file descriptors, the listener closes the idlest connection."""
 
+MAX_HANDSHAKES = 512
+"""TLS handshakes at a time. Beyond it the listener closes the oldest of the network with the most.
+
+OpenSSL stores up to 220 KiB for a handshake of an unknown peer, and 36 KiB for an engine's connection."""
+
 MAX_QUESTIONS_BYTES = 64 << 20
 MAX_ANSWERS_BYTES = 256 << 20
-"""Of incomplete questions, and of answers that peers have not taken yet, over all connections."""
+"""Of incomplete questions, and of answers of which peers have not taken all yet, over all connections."""
 
 _ACCEPTS = 64
 """Connections that are accepted in a row before open connections get their turn."""
@@ -72,6 +77,8 @@ class Connections:
         self._groups: dict[_Group, OrderedDict[Connection, None]] = {}
         """Connections of each group, the longest without an answer first."""
         self._group_of: dict[Connection, _Group] = {}
+        self._handshakes: dict[Connection, None] = {}
+        """Connections in TLS's handshake, the oldest first."""
         self._waiting: dict[bytes, dict[Connection, None]] = {}
         """Connections whose question waits for progress of a ticket, by ticket."""
         self._waits_for: dict[Connection, tuple[bytes, ...]] = {}
@@ -156,18 +163,37 @@ class Connections:
             self._close_connection(connection, "error")
             return
         self._note_waiting(connection, connection.waits_for)
+        self._note_handshake(connection)
         if connection.answered != answered:
             self._leave_group(connection)
             self._enter_group(connection, answered=True)
         if connection.events != events:
             self._selector.modify(connection.fileno(), connection.events, connection)
-        for budget, stored in ((self._questions, connection.received), (self._answers, connection.unsent)):
+        for budget, stored in ((self._questions, connection.question_bytes), (self._answers, connection.answer_bytes)):
             for largest in budget.note_stored(connection, stored):
                 logger.warning(
                     "kvhma: closing the connection from %s, which sends too much or does not take its answers",
                     largest.host,
                 )
                 self._close_connection(largest, "room")
+
+    def _note_handshake(self, connection: Connection) -> None:
+        """Note whether a connection is in TLS's handshake, and close one if too many are."""
+        if not connection.is_in_handshake:
+            self._handshakes.pop(connection, None)
+            return
+        self._handshakes[connection] = None
+        if len(self._handshakes) > MAX_HANDSHAKES:
+            networks = [self._group_of[begun].network for begun in self._handshakes]
+            ((largest, number),) = Counter(networks).most_common(1)
+            oldest = list(self._handshakes)[networks.index(largest)]
+            logger.warning(
+                "kvhma: %d TLS handshakes at a time; closing the oldest of %d from %s",
+                len(self._handshakes),
+                number,
+                oldest.host,
+            )
+            self._close_connection(oldest, "room")
 
     def _note_waiting(self, connection: Connection, tickets: tuple[bytes, ...]) -> None:
         """Note the tickets whose progress a connection waits for; none if it does not wait."""
@@ -258,6 +284,7 @@ class Connections:
         if refused:
             self._counters.count("side_channel_refused", label=refused)
         self._note_waiting(connection, ())
+        self._handshakes.pop(connection, None)
         self._leave_group(connection)
         self._questions.note_stored(connection, 0)
         self._answers.note_stored(connection, 0)
