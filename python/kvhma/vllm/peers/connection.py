@@ -134,6 +134,12 @@ class Connection:
         """Return the file descriptor."""
         return self.socket.fileno()
 
+    def close(self) -> None:
+        """Disconnect, and free what is stored for the peer: the listener's turn still refers to this connection."""
+        self._received, self._frame, self._later = bytearray(), memoryview(b""), None
+        with contextlib.suppress(OSError):
+            self.socket.close()
+
     def advance(self) -> None:
         """Do what can be done now.
 

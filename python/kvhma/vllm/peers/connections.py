@@ -290,8 +290,7 @@ class Connections:
         self._answers.note_stored(connection, 0)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.fileno())
-        with contextlib.suppress(OSError):
-            connection.socket.close()
+        connection.close()
 
 
 class _Budget:
