@@ -502,6 +502,25 @@ def test_handshakes_that_nobody_answers_leave_the_operators_engines_their_room(w
     assert world.acquire(world.prefill(at=named)).gone is None
 
 
+def test_handshakes_beside_500_silent_and_1000_refusing_addresses(worlds):
+    named = Address("127.0.0.1", free_port())
+    world = worlds(prefill_engines=[str(named)])
+    met = world.prefill()
+    known = world.acquire(met)
+    refused = 0
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(500)]
+        refusing = [(f"127.0.{number // 250 + 4}.{number % 250 + 1}", 1) for number in range(1000)]
+        for place in [*(one.getsockname() for one in silent), *refusing]:
+            try:
+                world.begin(Incarnation(Address(*place), "x", 1, None))
+            except HandshakeTimeoutError:
+                refused += 1
+        assert refused, "they have all the room that they can get"
+        assert world.acquire(world.prefill(*world.workers("Q"), at=named)).gone is None
+        assert world.acquire(met) is known
+
+
 def test_engines_of_the_operator_are_not_forgotten_for_strangers(worlds):
     named = Address("127.0.0.1", free_port())
     world = worlds(max_peers=1, prefill_engines=[str(named)])
