@@ -61,6 +61,7 @@ test: dev ## everything: cargo test, then pytest (unit, property, golden, real N
 lint: dev ## formatting, clippy, ruff, mypy, the stubs, and which file may use which
 	cargo fmt --all --check
 	cargo clippy -q --workspace --all-targets -- -D warnings
+	cargo check -q --locked --manifest-path fuzz/Cargo.toml
 	$(BIN)/ruff format --check python tests benches tools conformance
 	$(BIN)/ruff check python tests benches tools conformance
 	$(BIN)/mypy

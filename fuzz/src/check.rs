@@ -206,16 +206,16 @@ pub fn case(case: &Case) {
 /// Numbers of a request that no plan has seen.
 fn entries(case: &Case, local: &Geometry) {
     let cached: Vec<u64> = case.local_spans.iter().map(|span| span.first).collect();
-    let first = ids::first_entries(local, case.num_tokens, &cached);
+    let first = ids::first_entries(local, Some(case.num_tokens), &cached);
     assert_eq!(first.map_or(cached.len(), |first| first.len()), cached.len());
 }
 
 fn losses(plan: &Plan, case: &Case, moved: &Transfer) {
     // Every other copy fails.
     let rows = moved.reads.iter().flat_map(|read| read.copies.local.iter().step_by(2));
-    let failed: Vec<(u64, u64)> = rows.map(|row| (row[0], row[1])).collect();
+    let failed: Vec<Descriptor> = rows.copied().collect();
     let cached = case.descriptor_bytes;
-    let find = |failed: &[(u64, u64)]| {
+    let find = |failed: &[Descriptor]| {
         plan.losses(case.num_tokens, &case.local_spans, &case.remote_spans, failed, cached)
             .expect("the transfer is good")
     };
