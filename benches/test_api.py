@@ -3,6 +3,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 import kvhma
@@ -48,14 +49,36 @@ def test_geometry_from_json(benchmark, case):
     benchmark(kvhma.Geometry.from_json, case[0][0].to_json())
 
 
-def test_clip_and_expand(benchmark):
-    ids = list(range(1, 513))
-    benchmark(lambda: lowlevel.expand_blocks(lowlevel.clip_blocks([ids], [65])[0], 4))
+BLOCKS = list(range(1, 903))
+FORMS = pytest.mark.parametrize("ids", [BLOCKS, np.array(BLOCKS, np.int32)], ids=["list", "array"])
 
 
-def test_descriptor_ids(benchmark):
-    ids = list(range(1, 903))
+@FORMS
+def test_clip(benchmark, ids):
+    assert len(benchmark(lowlevel.clip_blocks, [ids], [65])[0]) == 65
+
+
+@FORMS
+def test_expand(benchmark, ids):
+    assert len(benchmark(lowlevel.expand_blocks, ids, 4)) == 3608
+
+
+@FORMS
+def test_descriptor_ids(benchmark, ids):
     assert len(benchmark(lowlevel.descriptor_ids, [ids], [2000] * 10, [0] * 10)) == 9020
+
+
+@FORMS
+def test_descriptor_order(benchmark, ids):
+    order = lowlevel.DescriptorOrder([0], [8000] * 10, [0] * 10, ratios=[4])
+    out = np.empty(36080, np.int32)
+    assert len(benchmark(order.ids, [ids], out=out)) == 36080
+
+
+def test_batch_of_requests(benchmark):
+    order = lowlevel.DescriptorOrder([0], [2000] * 10, [0] * 10)
+    rows, lengths = np.tile(np.array(BLOCKS, np.int32), (64, 1)), np.full(64, 902)
+    assert len(benchmark(order.batch_ids, [rows], [lengths])[1]) == 65
 
 
 def test_spans_of_arrays(benchmark, case):

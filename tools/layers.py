@@ -58,7 +58,8 @@ PICTURES = {
     "rust/py/src": """
         lib
         functions | content | digest | block_users
-        plan
+        ids
+        plan | block_tables | output
         results | geometry
         values
         convert

@@ -4,7 +4,10 @@
 #![no_main]
 use arbitrary::{Arbitrary, Unstructured};
 use kvhma_core::View;
+use kvhma_core::lowlevel::block_ids::{BlockIds, expand_blocks};
+use kvhma_core::lowlevel::id_order::IdOrder;
 use kvhma_core::lowlevel::ids;
+use kvhma_core::lowlevel::out::Out;
 use kvhma_core::lowlevel::views::{self, expand_views};
 use kvhma_fuzz::case::number;
 use libfuzzer_sys::fuzz_target;
@@ -49,16 +52,18 @@ fuzz_target!(|input: Input| {
     let Input { groups, numbers, others, members, rows, optional, null } = input;
     let number = |index: usize| numbers.get(index).copied().unwrap_or(0);
 
-    if let Ok(clipped) = ids::clip_blocks(&groups, &numbers, &optional, null) {
-        for (list, whole) in clipped.iter().zip(&groups) {
-            assert!(list.len() <= whole.len());
-            assert!(whole.is_empty() || whole.windows(list.len().max(1)).any(|part| part == list) || list.is_empty());
+    if let Ok(clips) = ids::clips(groups.len(), &numbers, &optional) {
+        for (clip, ids) in clips.iter().zip(&groups) {
+            let entries = clip.entries(ids.len(), BlockIds::Wide(ids).leading(null));
+            assert!(ids[entries].first().is_none_or(|&id| Some(id) != null || clip.speculative.is_some() || clip.keep > 0));
         }
     }
     for list in &groups {
         let (ratio, total) = (number(0), number(0).saturating_mul(list.len() as u64));
         if total <= MAX_ENTRIES || total > i32::MAX as u64 {
-            if let Ok(kernel) = ids::expand_blocks(list, ratio) {
+            let mut kernel = Out::new();
+            if expand_blocks(BlockIds::Wide(list), ratio, &mut kernel).is_ok() {
+                let kernel = kernel.into_new().unwrap_or_default();
                 let back: Vec<i64> =
                     kernel.iter().step_by(ratio as usize).map(|&id| i64::from(id) / ratio as i64).collect();
                 assert_eq!(&back, list);
@@ -66,8 +71,11 @@ fuzz_target!(|input: Input| {
             }
         }
     }
-    if let Ok(flat) = ids::descriptor_ids(&groups, &numbers, &members) {
-        let entries: u64 = numbers.iter().sum();
+    let tables: Vec<_> = groups.iter().map(|ids| BlockIds::Wide(ids)).collect();
+    let mut flat = Out::new();
+    let order = IdOrder::new(&vec![1; groups.len()], &numbers, &members);
+    if order.is_ok_and(|order| order.write(&tables, &mut flat).is_ok()) {
+        let (flat, entries) = (flat.into_new().unwrap_or_default(), numbers.iter().sum::<u64>());
         assert!(flat.iter().all(|&id| (id as u64) < entries));
         assert_eq!(flat.len(), members.iter().flatten().map(|&group| groups[group].len()).sum::<usize>());
     }
@@ -85,9 +93,12 @@ fuzz_target!(|input: Input| {
     ];
     for list in lists.into_iter().flatten() {
         let total = list.iter().fold(0u64, |sum, view| sum.saturating_add(view[4]));
+        let mut rows = Out::new();
         if total > MAX_ENTRIES && total <= i32::MAX as u64 {
-            assert_eq!(views::check_views(&list).map_or(total, |total| total), total);
-        } else if let Ok(rows) = expand_views(&list) {
+            let checked = views::check_views("view", list.iter().copied());
+            assert_eq!(checked.map_or(total, |total| total), total);
+        } else if expand_views(&list, &mut rows).is_ok() {
+            let rows = rows.into_new().unwrap_or_default();
             assert_eq!(rows.len() as u64, total);
             assert!(rows.iter().all(|row| row[0].checked_add(row[1]).is_some()));
         }

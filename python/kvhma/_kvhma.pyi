@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of the Rust extension. Returned arrays own their memory and are C-contiguous."""
+"""Types of the Rust extension. Returned arrays own their memory, but for views of `out`, and are C-contiguous."""
 
 from collections.abc import Sequence
 from types import GenericAlias
-from typing import Generic, Literal, TypeAlias, final
+from typing import Any, Generic, Literal, TypeAlias, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from kvhma.types import IdsLike, U64s
 __all__ = [
     "BlockUsers",
     "CheckedGeometry",
+    "DescriptorOrder",
     "Finding",
     "Loss",
     "Losses",
@@ -469,7 +470,7 @@ def clip_blocks(
     *,
     speculative: Sequence[int | None] | None = None,
     null_block: int | None = 0,
-) -> list[list[int]]:
+) -> list[NDArray[Any]]:
     """Select the blocks of each group that move, by vLLM's static rule.
 
     Args:
@@ -480,25 +481,29 @@ def clip_blocks(
         null_block: the id that stands for "no block", or None.
 
     Returns:
-        For each group the selected ids, in their order.
+        For each group the selected ids, in their order: of an array a view of it, of a list an int32 array. Entries
+        that are not selected are not read, except for null blocks at the front.
 
     Raises:
         RequestError: lists of different length or of the wrong type.
+        BlockIdError: a selected id of a list does not fit int32.
     """
 
-def expand_blocks(block_ids: IdsLike, ratio: int) -> NDArray[np.int32]:
+def expand_blocks(block_ids: IdsLike, ratio: int, *, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
     """Return the kernel block ids of logical block ids: ``id`` becomes ``id * ratio .. (id + 1) * ratio``.
 
     Args:
         block_ids: logical block ids.
         ratio: kernel blocks in a logical block.
+        out: an int32 array of shape (n,) for the ids, which fill it from its front; None for a new array.
 
     Returns:
-        Shape (len(block_ids) * ratio,).
+        Shape (len(block_ids) * ratio,): a new array, or a view of `out`.
 
     Raises:
         BlockIdError: an id is negative or its kernel ids do not fit int32.
         AddressOverflowError: there are more than 2**31 - 1 kernel ids.
+        RequestError: `out` is no writable C-contiguous int32 array, is too short, or overlaps `block_ids`.
     """
 
 def permuted_rows(
@@ -631,28 +636,112 @@ def leading_nulls(table: IdsLike, start: int, null_block: int) -> int:
     """
 
 def descriptor_ids(
-    block_ids: Sequence[IdsLike], view_counts: U64s, view_groups: Sequence[int | tuple[int, ...]]
+    block_ids: Sequence[IdsLike],
+    view_counts: U64s,
+    view_groups: Sequence[int | tuple[int, ...]],
+    *,
+    out: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int32]:
     """Return ids into a flat list of views: for each view the ids of its groups, shifted by the start of the view.
 
-    These are vLLM 0.32's ids if all attention regions come first and the parts of the state regions follow.
+    These are vLLM 0.32's ids if all attention regions come first and the parts of the state regions follow. For many
+    requests, `DescriptorOrder` reads the views once.
 
     Args:
         block_ids: block ids of each group, at the granularity of the views.
         view_counts: entries of each view.
         view_groups: the group, or the groups, whose blocks each view has.
+        out: an int32 array of shape (n,) for the ids, which fill it from its front; None for a new array.
 
     Returns:
-        The ids, view after view.
+        The ids, view after view: a new array, or a view of `out`.
 
     Raises:
         BlockIdError: an id is outside one of the views.
-        RequestError: a group does not exist, or lists differ in length.
-        AddressOverflowError: the list has more than 2**31 - 1 entries.
+        RequestError: a group does not exist, or lists differ in length; `out` is no writable C-contiguous int32 array,
+            is too short, or overlaps `block_ids`.
+        AddressOverflowError: the views have more than 2**31 - 1 entries, or there are as many ids.
     """
 
+@final
+class DescriptorOrder:
+    """The ids of requests in one list of descriptors: which views the list has, and which blocks move.
+
+    It does what `clip_blocks`, `expand_blocks` and `descriptor_ids` do one after the other, in one call for a request
+    or for a batch, and reads the views once.
+
+    Args:
+        keep: for each group, number of trailing blocks to select, 0 for all (see `window_blocks`).
+        view_counts: entries of each view.
+        view_groups: the group, or the groups, whose blocks each view has.
+        speculative: for a state group, the number of slots after the slot with the state, which alone is selected; None
+            for other groups.
+        ratios: for each group, kernel blocks in a logical block, if views number kernel blocks; None for 1.
+        null_block: the id that stands for "no block", or None.
+
+    Raises:
+        RequestError: lists of different length or of the wrong type; a group does not exist; a ratio is 0.
+        AddressOverflowError: the views have more than 2**31 - 1 entries.
+    """
+
+    def __new__(
+        cls,
+        keep: U64s,
+        view_counts: U64s,
+        view_groups: Sequence[int | tuple[int, ...]],
+        *,
+        speculative: Sequence[int | None] | None = None,
+        ratios: U64s | None = None,
+        null_block: int | None = 0,
+    ) -> DescriptorOrder: ...
+    def ids(self, block_ids: Sequence[IdsLike], *, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
+        """Return the ids of one request.
+
+        Args:
+            block_ids: the block table of each group, logical block ids.
+            out: an int32 array of shape (n,) for the ids, which fill it from its front; None for a new array.
+
+        Returns:
+            The ids, view after view: a new array, or a view of `out`.
+
+        Raises:
+            BlockIdError: an id is outside one of the views.
+            RequestError: another number of groups, or a table of the wrong type; `out` is no writable C-contiguous
+                int32 array, is too short, or overlaps `block_ids`.
+            AddressOverflowError: there are more than 2**31 - 1 ids.
+        """
+
+    def batch_ids(
+        self,
+        block_tables: Sequence[NDArray[np.integer]],
+        num_blocks: Sequence[U64s],
+        *,
+        out: NDArray[np.int32] | None = None,
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Return the ids of several requests, one after the other, and where those of each begin.
+
+        Args:
+            block_tables: for each group an array of integers of shape (requests, columns), as vLLM's workers have.
+            num_blocks: for each group the number of entries of each row.
+            out: an int32 array of shape (n,) for the ids, which fill it from its front; None for a new array.
+
+        Returns:
+            The ids, and int64 offsets of shape (requests + 1,): request ``r`` has ``ids[offsets[r]:offsets[r + 1]]``.
+
+        Raises:
+            BlockIdError: an id is outside one of the views; the values of `out` are then undefined.
+            RequestError: as for `ids`; or a row has fewer columns than entries.
+            AddressOverflowError: there are more than 2**31 - 1 ids.
+        """
+
 def fa_views(
-    bases: U64s, lengths: U64s, strides: U64s, counts: U64s, devices: U64s | None = None
+    bases: U64s,
+    lengths: U64s,
+    strides: U64s,
+    counts: U64s,
+    devices: U64s | None = None,
+    *,
+    out: NDArray[np.uint64] | None = None,
 ) -> NDArray[np.uint64]:
     """Return one view for each attention region, of shape (n, 5): address, length, device, stride, count.
 
@@ -662,14 +751,25 @@ def fa_views(
         strides: bytes from one block to the next.
         counts: blocks of each region.
         devices: device of each region; None for 0.
+        out: a uint64 array of as many columns, filled from its front; None for a new array.
+
+    Returns:
+        A new array, or a view of `out`.
 
     Raises:
-        RequestError: a length, stride or count is 0, or lists differ in length.
+        RequestError: a length, stride or count is 0, or lists differ in length; `out` has another form, is
+            read-only, or too short.
         AddressOverflowError: a view leaves the address space, or there are more than 2**31 - 1 entries.
     """
 
 def fa_descriptors(
-    bases: U64s, lengths: U64s, strides: U64s, counts: U64s, devices: U64s | None = None
+    bases: U64s,
+    lengths: U64s,
+    strides: U64s,
+    counts: U64s,
+    devices: U64s | None = None,
+    *,
+    out: NDArray[np.uint64] | None = None,
 ) -> NDArray[np.uint64]:
     """Return every block of every attention region, region by region, of shape (n, 3): address, length, device.
 
@@ -682,6 +782,8 @@ def ssm_views(
     strides: U64s,
     counts: U64s,
     devices: U64s | None = None,
+    *,
+    out: NDArray[np.uint64] | None = None,
 ) -> NDArray[np.uint64]:
     """Return one view for each part of each state region. Errors are as for `fa_views`.
 
@@ -691,6 +793,7 @@ def ssm_views(
         strides: bytes from one block to the next, for each region.
         counts: blocks of each region.
         devices: device of each region; None for 0.
+        out: as for `fa_views`.
     """
 
 def ssm_descriptors(
@@ -699,20 +802,23 @@ def ssm_descriptors(
     strides: U64s,
     counts: U64s,
     devices: U64s | None = None,
+    *,
+    out: NDArray[np.uint64] | None = None,
 ) -> NDArray[np.uint64]:
     """Return every block of every part of every state region, of shape (n, 3): address, length, device.
 
     Arguments and errors are as for `ssm_views`.
     """
 
-def expand_views(views: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def expand_views(views: NDArray[np.uint64], *, out: NDArray[np.uint64] | None = None) -> NDArray[np.uint64]:
     """Return the descriptors that views of shape (n, 5) stand for, of shape (sum of counts, 3).
 
     Args:
         views: rows of address, length in bytes, device, stride in bytes, count.
+        out: a uint64 array of shape (n, 3), filled from its front; None for a new array.
 
     Raises:
-        RequestError: the array has another form.
+        RequestError: an array has another form; `out` is read-only, or too short.
         AddressOverflowError: a view leaves the address space, or there are more than 2**31 - 1 entries.
     """
 

@@ -8,6 +8,7 @@ docs/descriptors.md shows the order of the lists.
 from __future__ import annotations
 
 from kvhma._kvhma import (
+    DescriptorOrder,
     clip_blocks,
     descriptor_ids,
     expand_blocks,
@@ -20,6 +21,7 @@ from kvhma._kvhma import (
 )
 
 __all__ = [
+    "DescriptorOrder",
     "clip_blocks",
     "descriptor_ids",
     "expand_blocks",

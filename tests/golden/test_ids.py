@@ -12,6 +12,10 @@ def ids(values):
     return np.asarray(values).tolist()
 
 
+def clipped(*arguments, **more):
+    return [ids(group) for group in lowlevel.clip_blocks(*arguments, **more)]
+
+
 def test_sliding_window_keeps_one_block_more_than_the_window():
     assert lowlevel.window_blocks(2048, 16) == 129
     assert (
@@ -22,18 +26,18 @@ def test_sliding_window_keeps_one_block_more_than_the_window():
 def test_static_clip_of_a_gemma_3_1b_request():
     # window 512, block 16: 33 blocks of each sliding group, all 88 of the full group
     table = list(range(1, 89))
-    full, sliding = lowlevel.clip_blocks([table, table], [0, lowlevel.window_blocks(512, 16)])
+    full, sliding = clipped([table, table], [0, lowlevel.window_blocks(512, 16)])
     assert len(full) == 88
     assert sliding == table[-33:]
 
 
 def test_null_blocks_in_front_are_dropped():
-    assert lowlevel.clip_blocks([[0, 0, 0, 7, 8]], [0]) == [[7, 8]]
-    assert lowlevel.clip_blocks([[0, 0, 7]], [2], null_block=None) == [[0, 7]]
+    assert clipped([[0, 0, 0, 7, 8]], [0]) == [[7, 8]]
+    assert clipped([[0, 0, 7]], [2], null_block=None) == [[0, 7]]
 
 
 def test_exchange_clip_keeps_the_state_slot_before_the_speculative_ones():
-    assert lowlevel.clip_blocks([[1, 2, 3], [7, 8, 9]], [2, 0], speculative=[None, 2]) == [[2, 3], [7]]
+    assert clipped([[1, 2, 3], [7, 8, 9]], [2, 0], speculative=[None, 2]) == [[2, 3], [7]]
 
 
 @pytest.mark.parametrize(
@@ -41,11 +45,11 @@ def test_exchange_clip_keeps_the_state_slot_before_the_speculative_ones():
     [([0, 0, 7, 8, 9], [7]), ([0, 6, 7, 8, 9], [7]), ([7, 8, 9], [7]), ([5], [5]), ([], [])],
 )
 def test_state_slot(table, kept):
-    assert lowlevel.clip_blocks([table], [0], speculative=[2]) == [kept]
+    assert clipped([table], [0], speculative=[2]) == [kept]
 
 
 def test_without_clipping_state_all_slots_stay():
-    assert lowlevel.clip_blocks([[7, 8]], [0]) == [[7, 8]]
+    assert clipped([[7, 8]], [0]) == [[7, 8]]
 
 
 @pytest.mark.parametrize(

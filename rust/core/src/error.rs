@@ -186,7 +186,7 @@ impl Error {
     }
 
     /// A list that has the wrong number of entries.
-    pub(crate) fn count(what: &'static str, got: usize, expected: usize) -> Self {
+    pub fn count(what: &'static str, got: usize, expected: usize) -> Self {
         let text = format!("{what} has {got} entries, expected {expected}");
         let values = (got as i128, expected as i128);
         wrong(Class::Request, "count", ("", what), values, "the list has the wrong number of entries", text)

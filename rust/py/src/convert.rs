@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Block ids and numbers of any accepted form, read in one pass.
+use std::ops::Range;
+
 use kvhma_core::{Descriptor, Span};
 use numpy::{
     IntoPyArray, PyArray1, PyArray2, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2,
@@ -38,7 +40,7 @@ pub(crate) fn show(value: &Bound<'_, PyAny>) -> String {
 /// type.
 pub(crate) fn read_ids(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
     if let Ok(list) = value.cast_exact::<PyList>() {
-        return read_list(what, list);
+        return read_list(what, list, 0..list.len());
     }
     if let Ok(array) = value.cast::<PyUntypedArray>() {
         return read_array(what, array);
@@ -76,44 +78,69 @@ fn check_array(what: &str, array: &Bound<'_, PyUntypedArray>) -> PyResult<()> {
     if array.ndim() == 1 && (array.is_empty() || matches!(array.dtype().kind(), b'i' | b'u')) {
         return Ok(());
     }
-    let dtype = array.dtype().str().map_or_else(|_| "?".to_owned(), |name| name.to_string());
-    let reason = format!("has dtype {dtype} and {} dimensions, expected integers and 1", array.ndim());
-    Err(type_error(array.py(), what, "array", &reason))
+    Err(array_error(what, array, 1))
 }
 
-/// Number of ids. Fails as `read_ids` does, but reads no item of an array.
+/// The error of an array that has no integers, or another number of dimensions.
+pub(crate) fn array_error(what: &str, array: &Bound<'_, PyUntypedArray>, dimensions: usize) -> PyErr {
+    let dtype = array.dtype().str().map_or_else(|_| "?".to_owned(), |name| name.to_string());
+    let reason = format!("has dtype {dtype} and {} dimensions, expected integers and {dimensions}", array.ndim());
+    type_error(array.py(), what, "array", &reason)
+}
+
+/// Number of ids. Fails as `read_ids` does, but reads no item of an array or a list: who uses an item reads it.
 fn count_ids(what: &str, value: &Bound<'_, PyAny>) -> PyResult<usize> {
+    if let Ok(list) = value.cast_exact::<PyList>() {
+        return Ok(list.len());
+    }
     match value.cast::<PyUntypedArray>() {
         Ok(array) => check_array(what, array).map(|()| array.len()),
         Err(_) => read_ids(what, value).map(|ids| ids.len()),
     }
 }
 
-/// Reads a list item by item through the C API: half of the time of a short request is spent here.
-#[allow(unsafe_code, reason = "borrowed items of a list, read while this thread holds the interpreter")]
-fn read_list(what: &str, list: &Bound<'_, PyList>) -> PyResult<Vec<i64>> {
-    let mut ids = Vec::with_capacity(list.len());
-    loop {
-        let index = ids.len();
-        // SAFETY: an index past the end returns null and an exception. The loop ends with it even if converting an item
-        // that is no int ran Python code that changed the list. The borrowed item is used at once, and converting an
-        // exact int runs no Python code that could drop it.
-        let value = unsafe {
-            let item = ffi::PyList_GetItem(list.as_ptr(), index as ffi::Py_ssize_t);
-            if item.is_null() {
-                PyErr::take(list.py());
-                return Ok(ids);
-            }
-            if ffi::PyLong_CheckExact(item) != 0 { ffi::PyLong_AsLongLong(item) } else { -1 }
-        };
-        ids.push(if value == -1 {
-            // Also the result of an overflow; the slow path distinguishes a real -1, an overflow and other types.
-            PyErr::take(list.py());
-            read_item(what, &list.get_item(index)?)?
-        } else {
-            value
-        });
+/// Reads some items of a list one by one through the C API: half of the time of a short request is spent here. There
+/// are fewer if converting an item that is no int ran Python code that shortened the list.
+pub(crate) fn read_list(what: &str, list: &Bound<'_, PyList>, entries: Range<usize>) -> PyResult<Vec<i64>> {
+    let mut ids = Vec::with_capacity(entries.len());
+    for index in entries {
+        match read_entry(what, list, index)? {
+            Some(id) => ids.push(id),
+            None => break,
+        }
     }
+    Ok(ids)
+}
+
+/// How many items of a list, from `start` on, are `null`.
+pub(crate) fn nulls_in_list(what: &str, list: &Bound<'_, PyList>, start: usize, null: i64) -> PyResult<usize> {
+    let mut end = start;
+    while end < list.len() && read_entry(what, list, end)? == Some(null) {
+        end += 1;
+    }
+    Ok(end - start)
+}
+
+/// One item of a list; None past its end.
+#[allow(unsafe_code, reason = "a borrowed item of a list, read while this thread holds the interpreter")]
+#[inline]
+fn read_entry(what: &str, list: &Bound<'_, PyList>, index: usize) -> PyResult<Option<i64>> {
+    // SAFETY: an index past the end returns null and an exception. The borrowed item is used at once, and converting an
+    // exact int runs no Python code that could drop it.
+    let value = unsafe {
+        let item = ffi::PyList_GetItem(list.as_ptr(), index as ffi::Py_ssize_t);
+        if item.is_null() {
+            PyErr::take(list.py());
+            return Ok(None);
+        }
+        if ffi::PyLong_CheckExact(item) != 0 { ffi::PyLong_AsLongLong(item) } else { -1 }
+    };
+    if value == -1 {
+        // Also the result of an overflow; the slow path distinguishes a real -1, an overflow and other types.
+        PyErr::take(list.py());
+        return read_item(what, &list.get_item(index)?).map(Some);
+    }
+    Ok(Some(value))
 }
 
 /// Lists of ids, one for each group.

@@ -2,15 +2,14 @@
 use kvhma_core::View;
 use kvhma_core::lowlevel::{ids, permute, views};
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyReadonlyArray2, PyUntypedArrayMethods};
-use pyo3::Borrowed;
 use pyo3::prelude::*;
-use pyo3::types::{PyString, PyTuple};
+use pyo3::types::{PyList, PyString};
 
-use crate::convert::{
-    column, count_groups, items, read_groups, read_ids, read_item, read_rows, read_u64, read_u64s, rows,
-};
+use crate::convert::{count_groups, items, nulls_in_list, read_groups, read_ids, read_rows, read_u64, read_u64s, rows};
 use crate::error::{OrRaise, type_error};
 use crate::geometry::read_geometry;
+use crate::ids::NullBlock;
+use crate::output::rows_into;
 use crate::results::Finding;
 
 /// Compare two geometries, and return the reasons against pairing them and the warnings.
@@ -105,53 +104,11 @@ pub(crate) fn join_tables<'py>(
 ///     RequestError: the table has the wrong type.
 #[pyfunction]
 pub(crate) fn leading_nulls(table: &Bound<'_, PyAny>, start: usize, null_block: i64) -> PyResult<usize> {
+    if let Ok(list) = table.cast_exact::<PyList>() {
+        return nulls_in_list("table", list, start, null_block);
+    }
     let ids = read_ids("table", table)?;
     Ok(ids.iter().skip(start).take_while(|&&id| id == null_block).count())
-}
-
-/// The id that stands for "no block", or None.
-pub(crate) struct NullBlock(Option<i64>);
-
-impl<'py> FromPyObject<'_, 'py> for NullBlock {
-    type Error = PyErr;
-
-    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        if value.is_none() { Ok(Self(None)) } else { read_item("null_block", &value).map(|id| Self(Some(id))) }
-    }
-}
-
-/// Select the blocks of each group that move, by vLLM's static rule.
-///
-/// Args:
-///     block_ids: logical block ids of each group; null blocks at the front are removed.
-///     keep: number of trailing blocks to select of each group, 0 for all (see `window_blocks`).
-///     speculative: for a state group, the number of slots after the slot with the state, which alone is selected; None
-///         for other groups.
-///     null_block: the id that stands for "no block", or None.
-///
-/// Returns:
-///     For each group the selected ids, in their order.
-///
-/// Raises:
-///     RequestError: lists of different length or of the wrong type.
-#[pyfunction]
-#[pyo3(signature = (block_ids, keep, *, speculative = None, null_block = NullBlock(Some(0))), text_signature = "(block_ids, keep, *, speculative=None, null_block=0)")]
-pub(crate) fn clip_blocks(
-    py: Python<'_>,
-    block_ids: &Bound<'_, PyAny>,
-    keep: &Bound<'_, PyAny>,
-    speculative: Option<&Bound<'_, PyAny>>,
-    null_block: NullBlock,
-) -> PyResult<Vec<Vec<i64>>> {
-    let groups = read_groups("block_ids", block_ids)?;
-    let speculative = match speculative {
-        None => vec![None; groups.len()],
-        Some(list) => items("speculative", list)?
-            .iter()
-            .map(|item| if item.is_none() { Ok(None) } else { read_u64("speculative", item).map(Some) })
-            .collect::<PyResult<_>>()?,
-    };
-    ids::clip_blocks(&groups, &read_u64s("keep", keep)?, &speculative, null_block.0).or_raise(py)
 }
 
 /// Return the first block table entry of each group that a request needs after the `cached` entries; 0 for state.
@@ -194,69 +151,6 @@ pub(crate) fn table_lengths(block_tables: &Bound<'_, PyAny>) -> PyResult<Vec<usi
     count_groups("block_tables", block_tables)
 }
 
-/// Return the kernel block ids of logical block ids: ``id`` becomes ``id * ratio .. (id + 1) * ratio``.
-///
-/// Args:
-///     block_ids: logical block ids.
-///     ratio: kernel blocks in a logical block.
-///
-/// Returns:
-///     Shape (len(block_ids) * ratio,).
-///
-/// Raises:
-///     BlockIdError: an id is negative or its kernel ids do not fit int32.
-///     AddressOverflowError: there are more than 2**31 - 1 kernel ids.
-#[pyfunction]
-pub(crate) fn expand_blocks<'py>(
-    py: Python<'py>,
-    block_ids: &Bound<'_, PyAny>,
-    ratio: &Bound<'_, PyAny>,
-) -> PyResult<Bound<'py, PyArray1<i32>>> {
-    let ids = read_ids("block_ids", block_ids)?;
-    Ok(column(py, ids::expand_blocks(&ids, read_u64("ratio", ratio)?).or_raise(py)?))
-}
-
-/// Return ids into a flat list of views: for each view the ids of its groups, shifted by the start of the view.
-///
-/// These are vLLM 0.32's ids if all attention regions come first and the parts of the state regions follow.
-///
-/// Args:
-///     block_ids: block ids of each group, at the granularity of the views.
-///     view_counts: entries of each view.
-///     view_groups: the group, or the groups, whose blocks each view has.
-///
-/// Returns:
-///     The ids, view after view.
-///
-/// Raises:
-///     BlockIdError: an id is outside one of the views.
-///     RequestError: a group does not exist, or lists differ in length.
-///     AddressOverflowError: the list has more than 2**31 - 1 entries.
-#[pyfunction]
-pub(crate) fn descriptor_ids<'py>(
-    py: Python<'py>,
-    block_ids: &Bound<'_, PyAny>,
-    view_counts: &Bound<'_, PyAny>,
-    view_groups: &Bound<'_, PyAny>,
-) -> PyResult<Bound<'py, PyArray1<i32>>> {
-    let groups = read_groups("block_ids", block_ids)?;
-    let counts = read_u64s("view_counts", view_counts)?;
-    let members = items("view_groups", view_groups)?
-        .iter()
-        .map(|item| -> PyResult<Vec<usize>> {
-            let one = |value: &Bound<'_, PyAny>| {
-                read_u64("view_groups", value).map(|group| usize::try_from(group).unwrap_or(usize::MAX))
-            };
-            if item.is_instance_of::<PyTuple>() {
-                items("view_groups", item)?.iter().map(one).collect()
-            } else {
-                Ok(vec![one(item)?])
-            }
-        })
-        .collect::<PyResult<Vec<_>>>()?;
-    Ok(column(py, ids::descriptor_ids(&groups, &counts, &members).or_raise(py)?))
-}
-
 struct Lists {
     bases: Vec<u64>,
     strides: Vec<u64>,
@@ -293,16 +187,26 @@ impl Lists {
     }
 }
 
-fn expand(py: Python<'_>, views: Vec<View>) -> PyResult<Bound<'_, PyArray2<u64>>> {
-    rows(py, py.detach(|| views::expand_views(&views)).or_raise(py)?)
+fn expand<'py>(py: Python<'py>, views: Vec<View>, out: Given<'_, 'py>) -> PyResult<Bound<'py, PyArray2<u64>>> {
+    rows_into(py, out, |out| views::expand_views(&views, out))
 }
 
-/// A function of regions: `$read` makes the views, and `$finish` converts them to an array.
+fn copy<'py>(py: Python<'py>, views: Vec<View>, out: Given<'_, 'py>) -> PyResult<Bound<'py, PyArray2<u64>>> {
+    rows_into(py, out, |out| {
+        out.reserve(views.len())?;
+        out.extend(views.into_iter());
+        Ok(())
+    })
+}
+
+type Given<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
+
+/// A function of regions: `$read` makes the views, and `$finish` writes them to an array.
 macro_rules! of_regions {
     ($(#[$doc:meta])* $name:ident(bases, $what:ident, ..) = $read:ident, $finish:ident) => {
         $(#[$doc])*
         #[pyfunction]
-        #[pyo3(signature = (bases, $what, strides, counts, devices = None))]
+        #[pyo3(signature = (bases, $what, strides, counts, devices = None, *, out = None))]
         pub(crate) fn $name<'py>(
             py: Python<'py>,
             bases: &Bound<'_, PyAny>,
@@ -310,8 +214,9 @@ macro_rules! of_regions {
             strides: &Bound<'_, PyAny>,
             counts: &Bound<'_, PyAny>,
             devices: Option<&Bound<'_, PyAny>>,
+            out: Given<'_, 'py>,
         ) -> PyResult<Bound<'py, PyArray2<u64>>> {
-            $finish(py, Lists::read(bases, strides, counts, devices)?.$read(py, $what)?)
+            $finish(py, Lists::read(bases, strides, counts, devices)?.$read(py, $what)?, out)
         }
     };
 }
@@ -325,11 +230,16 @@ of_regions! {
     ///     strides: bytes from one block to the next.
     ///     counts: blocks of each region.
     ///     devices: device of each region; None for 0.
+    ///     out: a uint64 array of as many columns, filled from its front; None for a new array.
+    ///
+    /// Returns:
+    ///     A new array, or a view of `out`.
     ///
     /// Raises:
-    ///     RequestError: a length, stride or count is 0, or lists differ in length.
+    ///     RequestError: a length, stride or count is 0, or lists differ in length; `out` has another form, is
+    ///         read-only, or too short.
     ///     AddressOverflowError: a view leaves the address space, or there are more than 2**31 - 1 entries.
-    fa_views(bases, lengths, ..) = attention, rows
+    fa_views(bases, lengths, ..) = attention, copy
 }
 of_regions! {
     /// Return every block of every attention region, region by region, of shape (n, 3): address, length, device.
@@ -346,7 +256,8 @@ of_regions! {
     ///     strides: bytes from one block to the next, for each region.
     ///     counts: blocks of each region.
     ///     devices: device of each region; None for 0.
-    ssm_views(bases, parts, ..) = state, rows
+    ///     out: as for `fa_views`.
+    ssm_views(bases, parts, ..) = state, copy
 }
 of_regions! {
     /// Return every block of every part of every state region, of shape (n, 3): address, length, device.
@@ -359,18 +270,24 @@ of_regions! {
 ///
 /// Args:
 ///     views: rows of address, length in bytes, device, stride in bytes, count.
+///     out: a uint64 array of shape (n, 3), filled from its front; None for a new array.
 ///
 /// Raises:
-///     RequestError: the array has another form.
+///     RequestError: an array has another form; `out` is read-only, or too short.
 ///     AddressOverflowError: a view leaves the address space, or there are more than 2**31 - 1 entries.
 #[pyfunction]
-pub(crate) fn expand_views<'py>(py: Python<'py>, views: &Bound<'_, PyAny>) -> PyResult<Bound<'py, PyArray2<u64>>> {
+#[pyo3(signature = (views, *, out = None))]
+pub(crate) fn expand_views<'py>(
+    py: Python<'py>,
+    views: &Bound<'_, PyAny>,
+    out: Given<'_, 'py>,
+) -> PyResult<Bound<'py, PyArray2<u64>>> {
     let views = views.extract::<PyReadonlyArray2<'_, u64>>();
     let Some(array) = views.as_ref().ok().map(|views| views.as_array()).filter(|array| array.ncols() == 5) else {
         return Err(type_error(py, "views", "", "expected a uint64 array of shape (n, 5)"));
     };
     let list: Vec<View> = array.rows().into_iter().map(|row| [row[0], row[1], row[2], row[3], row[4]]).collect();
-    expand(py, list)
+    expand(py, list, out)
 }
 
 /// Checking up to this many rows takes less time than releasing the interpreter.

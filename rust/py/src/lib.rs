@@ -6,6 +6,7 @@
 // Python docstrings, equal to those of `_kvhma.pyi`: names have no backticks there.
 #![allow(clippy::doc_markdown)]
 
+mod block_tables;
 mod block_users;
 mod content;
 mod convert;
@@ -13,6 +14,8 @@ mod digest;
 mod error;
 mod functions;
 mod geometry;
+mod ids;
+mod output;
 mod plan;
 mod results;
 mod values;
@@ -31,12 +34,14 @@ mod _kvhma {
     use super::digest::{digest_prefixes, digest_tokens};
     #[pymodule_export]
     use super::functions::{
-        check_rows, clip_blocks, descriptor_ids, expand_blocks, expand_views, fa_descriptors, fa_views, first_entries,
-        first_needed_tokens, ids_to_text, join_tables, leading_nulls, permuted_rows, ssm_descriptors, ssm_views,
-        table_lengths, text_to_ids, validate, window_blocks,
+        check_rows, expand_views, fa_descriptors, fa_views, first_entries, first_needed_tokens, ids_to_text,
+        join_tables, leading_nulls, permuted_rows, ssm_descriptors, ssm_views, table_lengths, text_to_ids, validate,
+        window_blocks,
     };
     #[pymodule_export]
     use super::geometry::CheckedGeometry;
+    #[pymodule_export]
+    use super::ids::{DescriptorOrder, clip_blocks, descriptor_ids, expand_blocks};
     #[pymodule_export]
     use super::plan::Plan;
     #[pymodule_export]

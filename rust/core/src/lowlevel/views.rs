@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Views: regular cuts of regions, many descriptors in one row.
+use super::out::Out;
 use crate::bytes::rows::{Descriptor, View};
 use crate::error::{Error, Result};
 
-/// Expands views to `(address, length, device)` rows, view after view. Fails if an address overflows.
-pub fn expand_views(views: &[View]) -> Result<Vec<Descriptor>> {
+/// Appends the `(address, length, device)` rows of views, view after view. Fails if an address overflows.
+pub fn expand_views(views: &[View], out: &mut Out<'_, Descriptor>) -> Result<()> {
     let total = check_views("view", views.iter().copied())?;
-    let mut rows = Vec::with_capacity(total as usize);
+    out.reserve(total as usize)?;
     for &[address, length, device, stride, count] in views {
-        rows.extend((0..count).map(|entry| [address + entry * stride, length, device]));
+        // There are fewer entries than 2**31.
+        out.extend((0..count as u32).map(|entry| [address + u64::from(entry) * stride, length, device]));
     }
-    Ok(rows)
+    Ok(())
 }
 
 /// Views of attention regions: one for each region, in the order given.
@@ -88,8 +90,9 @@ mod tests {
 
     #[test]
     fn entries_of_a_view_are_a_stride_apart() {
-        let rows = expand_views(&[[100, 8, 1, 16, 2], [500, 4, 0, 4, 1]]);
-        assert_eq!(rows, Ok(vec![[100, 8, 1], [116, 8, 1], [500, 4, 0]]));
+        let mut rows = Out::new();
+        assert_eq!(expand_views(&[[100, 8, 1, 16, 2], [500, 4, 0, 4, 1]], &mut rows), Ok(()));
+        assert_eq!(rows.into_new(), Some(vec![[100, 8, 1], [116, 8, 1], [500, 4, 0]]));
     }
 
     #[test]

@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Block ids as callers have them, and their kernel blocks.
+use std::ops::Range;
+
+use super::out::Out;
+use crate::error::{Error, Result};
+
+/// Block ids of 32 or 64 bits.
+#[derive(Debug, Clone, Copy)]
+pub enum BlockIds<'a> {
+    /// What vLLM's workers have.
+    Narrow(&'a [i32]),
+    /// What Python's integers are read as.
+    Wide(&'a [i64]),
+}
+
+/// Calls a generic function with the slice of either width.
+macro_rules! either {
+    ($ids:expr, $slice:ident => $call:expr) => {
+        match $ids {
+            BlockIds::Narrow($slice) => $call,
+            BlockIds::Wide($slice) => $call,
+        }
+    };
+}
+
+impl BlockIds<'_> {
+    /// How many there are.
+    pub fn len(self) -> usize {
+        either!(self, ids => ids.len())
+    }
+
+    /// Whether the list is empty.
+    pub fn is_empty(self) -> bool {
+        self.len() == 0
+    }
+
+    /// Whether a range of addresses has some of their bytes.
+    pub fn overlaps(self, memory: Range<usize>) -> bool {
+        let own = either!(self, ids => ids.as_ptr_range().start as usize..ids.as_ptr_range().end as usize);
+        !own.is_empty() && own.start < memory.end && memory.start < own.end
+    }
+
+    /// Some of them, one after the other.
+    #[must_use]
+    pub fn slice(self, entries: Range<usize>) -> Self {
+        match self {
+            Self::Narrow(ids) => Self::Narrow(&ids[entries]),
+            Self::Wide(ids) => Self::Wide(&ids[entries]),
+        }
+    }
+
+    /// How many at the front are `null`.
+    pub fn leading(self, null: Option<i64>) -> usize {
+        null.map_or(0, |null| either!(self, ids => leading(ids, null)))
+    }
+
+    /// The first that is outside of `0..limit`, and its index. The limit is at most 2^31.
+    pub fn first_outside(self, limit: u64) -> Option<(usize, i64)> {
+        // Nearly always all are inside, and one pass without a branch finds that. An id below 0 has a sign; if an id is
+        // too large, the difference from the last has one.
+        let last = limit as i64 - 1;
+        let signs = match self {
+            Self::Narrow(ids) => {
+                let last = last as i32;
+                i64::from(ids.iter().fold(0, |signs, &id| signs | id | last.wrapping_sub(id)))
+            }
+            Self::Wide(ids) => ids.iter().fold(0, |signs, &id| signs | id | last.wrapping_sub(id)),
+        };
+        if signs >= 0 {
+            return None;
+        }
+        either!(self, ids => find_outside(ids, limit))
+    }
+
+    /// Appends the kernel blocks of each, of which there are `ratio`; all of them fit int32.
+    fn expand_into(self, ratio: u64, out: &mut Out<'_, i32>) {
+        either!(self, ids => expand_into(ids, ratio as i32, out));
+    }
+
+    /// The kernel blocks of each; all of them fit int32.
+    pub(super) fn expanded(self, ratio: u64) -> Vec<i32> {
+        let mut out = Out::New(Vec::with_capacity(self.len() * ratio as usize));
+        self.expand_into(ratio, &mut out);
+        out.into_new().unwrap_or_default()
+    }
+}
+
+fn leading<T: Copy + Into<i64>>(ids: &[T], null: i64) -> usize {
+    ids.iter().take_while(|&&id| id.into() == null).count()
+}
+
+fn find_outside<T: Copy + Into<i64>>(ids: &[T], limit: u64) -> Option<(usize, i64)> {
+    ids.iter().map(|&id| id.into()).enumerate().find(|&(_, id)| id as u64 >= limit)
+}
+
+fn expand_into<T: Copy + Into<i64>>(ids: &[T], ratio: i32, out: &mut Out<'_, i32>) {
+    match ratio {
+        1 => out.extend(ids.iter().map(|&id| id.into() as i32)),
+        2 => expand_each::<T, 2>(ids, out),
+        3 => expand_each::<T, 3>(ids, out),
+        4 => expand_each::<T, 4>(ids, out),
+        8 => expand_each::<T, 8>(ids, out),
+        16 => expand_each::<T, 16>(ids, out),
+        _ => {
+            for &id in ids {
+                let first = (id.into() as i32).wrapping_mul(ratio);
+                out.extend((0..ratio).map(|kernel| first.wrapping_add(kernel)));
+            }
+        }
+    }
+}
+
+/// Appends so many kernel blocks of each block: a number that the compiler knows is written several at once.
+fn expand_each<T: Copy + Into<i64>, const RATIO: usize>(ids: &[T], out: &mut Out<'_, i32>) {
+    out.extend_arrays(ids.iter().map(|&id| -> [i32; RATIO] {
+        let first = (id.into() as i32).wrapping_mul(RATIO as i32);
+        std::array::from_fn(|kernel| first.wrapping_add(kernel as i32))
+    }));
+}
+
+/// Kernel block ids of logical block ids: `id` becomes `id * ratio .. (id + 1) * ratio`.
+pub fn expand_blocks(ids: BlockIds<'_>, ratio: u64, out: &mut Out<'_, i32>) -> Result<()> {
+    if ratio == 0 {
+        return Err(Error::value("", "ratio", 0, "has to be at least 1".into()));
+    }
+    let total = (ids.len() as u64).checked_mul(ratio).filter(|&total| total <= i32::MAX as u64);
+    let Some(total) = total else {
+        let what = format!("{} blocks x ratio {ratio}", ids.len());
+        return Err(Error::overflow("block ids", what, 31));
+    };
+    // The last kernel id of a block is (id + 1) * ratio - 1.
+    let limit = (1 << 31) / ratio;
+    if let Some((index, id)) = ids.first_outside(limit) {
+        return Err(Error::block_range(("logical", 0), index, id, limit));
+    }
+    out.reserve(total as usize)?;
+    ids.expand_into(ratio, out);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn expanded(ids: &[i64], ratio: u64) -> Result<Vec<i32>> {
+        let mut out = Out::new();
+        expand_blocks(BlockIds::Wide(ids), ratio, &mut out)?;
+        Ok(out.into_new().unwrap_or_default())
+    }
+
+    #[test]
+    fn a_block_is_its_kernel_blocks() {
+        for ratio in 1..40 {
+            let kernel = |id: i32| (0..ratio).map(move |kernel| id * ratio + kernel);
+            assert_eq!(expanded(&[3, 0], ratio as u64), Ok(kernel(3).chain(kernel(0)).collect()));
+        }
+        assert!(expanded(&[1 << 30], 2).is_err());
+        assert_eq!(expanded(&[(1 << 30) - 1], 2), Ok(vec![i32::MAX - 1, i32::MAX]));
+        assert_eq!(expanded(&[i32::MAX.into()], 1), Ok(vec![i32::MAX]));
+        assert!(expanded(&[(1 << 31) / 3], 3).is_err());
+        assert!(expanded(&[-1], 2).is_err());
+        assert!(expanded(&[1], 0).is_err());
+    }
+
+    #[test]
+    fn a_callers_memory_is_filled_from_its_front() {
+        let mut memory = [7; 5];
+        assert!(expand_blocks(BlockIds::Narrow(&[4, 1]), 2, &mut Out::Given(&mut memory, 0)).is_ok());
+        assert_eq!(memory, [8, 9, 2, 3, 7]);
+        assert!(expand_blocks(BlockIds::Narrow(&[4, 1]), 3, &mut Out::Given(&mut memory, 0)).is_err());
+        assert_eq!(memory, [8, 9, 2, 3, 7]);
+    }
+}
