@@ -76,10 +76,12 @@ class LinkedRun(Run):
 
     def kinds(self, model: str) -> Kinds:
         caching = {"enable_prefix_caching": True}
+        # Resets of connections that read in both directions end engines in more ways than `UCX_END` knows.
+        settings = {"piece_tokens": 64, "bidirectional_kv_xfer": False}
         return {
-            "p1": (1, "recompute", {}, caching),
-            "d1": (1, "recompute", {"piece_tokens": 64}, caching),
-            "d2": (1, "fail", {"piece_tokens": 64}, caching),
+            "p1": (1, "recompute", settings, caching),
+            "d1": (1, "recompute", settings, caching),
+            "d2": (1, "fail", settings, caching),
         }
 
     def events(self, model: str, seconds: float) -> list[Event]:
