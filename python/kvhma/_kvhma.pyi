@@ -481,8 +481,8 @@ def clip_blocks(
         null_block: the id that stands for "no block", or None.
 
     Returns:
-        For each group the selected ids, in their order: of an array a view of it, of a list an int32 array. Entries
-        that are not selected are not read, except for null blocks at the front.
+        For each group the selected ids, in their order: of an array a view of it, of a list an int32 array. Of a list
+        only the selected entries are read, and those at the front up to the first that is no null block.
 
     Raises:
         RequestError: lists of different length or of the wrong type.

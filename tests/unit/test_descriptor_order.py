@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ def orders(draw: st.DrawFn) -> dict[str, Any]:
     ratios = draw(st.lists(st.sampled_from([1, 2, 3, 4, 5, 8, 16, 33]), min_size=groups, max_size=groups))
     return {
         "keep": draw(each),
-        "view_counts": [30 * 33 + draw(st.integers(0, 40)) for _ in views],
+        "view_counts": [30 * max(ratios) + draw(st.integers(0, 40)) for _ in views],
         "view_groups": views,
         "speculative": [draw(st.none() | st.integers(0, 3)) for _ in range(groups)],
         "ratios": ratios,
@@ -148,8 +149,8 @@ def test_the_selected_blocks_of_an_array_are_a_view_of_it() -> None:
 def test_the_selected_blocks_of_a_list_are_an_array_of_their_own() -> None:
     found = lowlevel.clip_blocks([[0, 5, 6], (7,), range(3, 5)], [1, 0, 0])
     assert [(ids.dtype, ids.tolist()) for ids in found] == [(np.dtype(np.int32), ids) for ids in ([6], [7], [3, 4])]
-    with pytest.raises(BlockIdError, match="2147483648"):
-        lowlevel.clip_blocks([[2**31]], [0])
+    with pytest.raises(BlockIdError, match="group 1: block id 2147483648 at index 1"):
+        lowlevel.clip_blocks([[1], [5, 2**31]], [0, 0])
 
 
 def test_what_is_not_selected_of_a_list_is_not_read() -> None:
@@ -255,6 +256,81 @@ def test_memory_that_is_read_is_not_written() -> None:
     assert lowlevel.expand_blocks(memory[::2], 1, out=memory[:3]).tolist() == [1, 3, 2]
 
 
+# --- Python code that runs while arguments are read ------------------------------------------------------------------
+
+
+class Meddler:
+    """An integer whose conversion runs code."""
+
+    def __init__(self, value: int, meddle: Callable[[], object]) -> None:
+        self._value, self._meddle = value, meddle
+
+    def __index__(self) -> int:
+        self._meddle()
+        return self._value
+
+
+class Shrinking(np.ndarray[Any, Any]):
+    """An array whose items are got by code that changes it."""
+
+    def __getitem__(self, key: Any) -> Any:
+        self.resize(1, refcheck=False)
+        return super().__getitem__(key)
+
+
+def changes(array: NDArray[np.int32]) -> list[Callable[[], object]]:
+    return [
+        lambda: array.resize(1, refcheck=False),
+        lambda: setattr(array, "dtype", np.dtype("i1")),
+        lambda: setattr(array, "dtype", np.dtype("i8")),
+        lambda: setattr(array, "shape", (2, 2)),
+    ]
+
+
+@pytest.mark.parametrize("change", range(4))
+def test_an_array_that_is_changed_while_others_are_read_is_read_as_it_is_then(change: int) -> None:
+    def meddler(value: int, *arrays: NDArray[np.int32]) -> Any:
+        return Meddler(value, lambda: [changes(array)[change]() for array in arrays])
+
+    def one() -> NDArray[np.int32]:
+        return np.ones(4, np.int32)
+
+    def matrix() -> NDArray[np.int32]:
+        return np.ones((2, 2), np.int32)
+
+    two = lowlevel.DescriptorOrder([0, 0], [10], [(0, 1)])
+    calls: list[Callable[[NDArray[np.int32]], object]] = [
+        lambda a: lowlevel.expand_blocks(a, meddler(2, a)),
+        lambda a: lowlevel.expand_blocks([1], meddler(2, a), out=a),
+        lambda a: lowlevel.descriptor_ids([a], [meddler(9, a)], [0]),
+        lambda a: two.ids([a, [meddler(1, a)]]),
+        lambda a: two.ids([[1], [meddler(1, a)]], out=a),
+        lambda a: lowlevel.clip_blocks([a, [meddler(1, a)]], [0, 0]),
+    ]
+    for call in calls:
+        with contextlib.suppress(RequestError, BlockIdError):
+            call(one())
+    for tables in ([matrix(), matrix()], [matrix().astype("i8"), matrix()]):
+        with contextlib.suppress(RequestError, BlockIdError):
+            two.batch_ids(tables, [[1, 1], [meddler(1, tables[0], tables[1]), 1]])
+
+
+def test_a_subclass_with_its_own_items_is_read_and_cut_as_an_array() -> None:
+    table = np.array([0, 5, 6, 7], np.int32).view(Shrinking)
+    assert lowlevel.clip_blocks([table], [2])[0].tolist() == [6, 7]
+    out = np.zeros(4, np.int32).view(Shrinking)
+    assert lowlevel.expand_blocks([3, 1], 1, out=out).tolist() == [3, 1]
+    assert np.asarray(out).tolist() == [3, 1, 0, 0]
+
+
+def test_a_list_that_empties_itself_has_no_ids() -> None:
+    table: list[Any] = [0]
+    table[0] = Meddler(0, table.clear)
+    assert lowlevel.clip_blocks([table], [0], speculative=[0])[0].tolist() == []
+    table.append(Meddler(0, table.clear))
+    assert lowlevel.DescriptorOrder([0], [9], [0], speculative=[0]).ids([table]).tolist() == []
+
+
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -277,6 +353,12 @@ def test_memory_that_is_read_is_not_written() -> None:
         (lambda: ORDER.ids([[1, -1]]), BlockIdError, "block id -1 at index 1"),
         (lambda: ORDER.ids([int32(1, -1)]), BlockIdError, "block id -1 at index 1"),
         (lambda: ORDER.ids([[1.0]]), RequestError, "block_ids"),
+        (lambda: ORDER.ids([np.zeros(0, [("a", "i4"), ("b", "i4")])]), RequestError, "block_ids"),
+        (lambda: ORDER.ids(np.array(5)), RequestError, "block_ids"),
+        (lambda: lowlevel.DescriptorOrder([0], [10, 3], [0, 0]).ids([[3]]), BlockIdError, r"outside 0\.\.3"),
+        (lambda: lowlevel.DescriptorOrder([0], [3, 10], [0, 0]).ids([[3]]), BlockIdError, r"outside 0\.\.3"),
+        (lambda: lowlevel.DescriptorOrder([0], [7], [0], ratios=[2]).ids([[3]]), BlockIdError, r"outside 0\.\.3"),
+        (lambda: ORDER.batch_ids([np.array([[2**64 - 1]], "u8")], [[1]]), RequestError, "18446744073709551615"),
         (lambda: ORDER.ids([MATRIX]), RequestError, "2 dimensions"),
         (lambda: ORDER.batch_ids([[[1]]], [[1]]), RequestError, "block_tables"),
         (lambda: ORDER.batch_ids([MATRIX.astype(float)], [[1, 1]]), RequestError, "dtype"),

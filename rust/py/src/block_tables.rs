@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Block tables as callers have them, read without a copy where that is possible.
+//!
+//! Reading may run Python code, of an `__index__` for example, which may change an array in place. So everything that
+//! can run Python is read first, and arrays last: what `get` and `rows` return is used before Python runs again.
+#![allow(unsafe_code, reason = "slices of arrays, used while this thread holds the interpreter and runs no Python")]
 use std::ops::Range;
 
 use kvhma_core::Error;
 use kvhma_core::lowlevel::block_ids::BlockIds;
 use kvhma_core::lowlevel::ids::Clip;
 use numpy::ndarray::Axis;
-use numpy::{Element, PyArrayDescrMethods, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray, PyUntypedArrayMethods};
+use numpy::{Element, PyArray1, PyArray2, PyArrayDescrMethods, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyList};
 
@@ -16,19 +20,21 @@ use crate::error::{raise, type_error};
 /// The ids of one table, or those of them that move.
 pub(crate) struct Ids<'py> {
     stored: Stored<'py>,
-    entries: Range<usize>,
+    clip: Clip,
+    null_block: Option<i64>,
 }
 
 enum Stored<'py> {
-    Narrow(PyReadonlyArray1<'py, i32>),
-    Wide(PyReadonlyArray1<'py, i64>),
+    Array(Bound<'py, PyUntypedArray>),
     Read(Vec<i64>),
 }
+
+const ALL: Clip = Clip { keep: 0, speculative: None };
 
 impl<'py> Ids<'py> {
     /// All ids of a list, tuple or range of int, or of an array of integers with one dimension.
     pub(crate) fn read(what: &str, table: &Bound<'py, PyAny>) -> PyResult<Self> {
-        Self::read_clipped(what, table, Clip { keep: 0, speculative: None }, None)
+        Self::read_clipped(what, table, ALL, None)
     }
 
     /// The ids that move. Of a list, the others are not read, except for null blocks at its front.
@@ -41,104 +47,116 @@ impl<'py> Ids<'py> {
         if let Ok(list) = table.cast_exact::<PyList>() {
             let nulls = null_block.map_or(Ok(0), |null| nulls_in_list(what, list, 0, null))?;
             let live = read_list(what, list, clip.entries(list.len(), nulls))?;
-            return Ok(Self { entries: 0..live.len(), stored: Stored::Read(live) });
+            return Ok(Self { stored: Stored::Read(live), clip: ALL, null_block: None });
         }
-        let stored = match (contiguous(table), contiguous(table)) {
-            (Some(narrow), _) => Stored::Narrow(narrow),
-            (_, Some(wide)) => Stored::Wide(wide),
+        let stored = match table.cast::<PyUntypedArray>() {
+            Ok(array) if slice(array).is_some() => Stored::Array(array.clone()),
             _ => Stored::Read(read_ids(what, table)?),
         };
-        let all = stored.all();
-        let entries = clip.entries(all.len(), all.leading(null_block));
-        Ok(Self { stored, entries })
+        Ok(Self { stored, clip, null_block })
     }
 
-    /// Which entries of an array they are.
-    pub(crate) fn entries(&self) -> Range<usize> {
-        self.entries.clone()
-    }
-
-    pub(crate) fn get(&self) -> BlockIds<'_> {
-        self.stored.all().slice(self.entries())
-    }
-}
-
-impl Stored<'_> {
-    fn all(&self) -> BlockIds<'_> {
-        // `contiguous` has made sure that arrays are slices.
-        match self {
-            Self::Narrow(ids) => BlockIds::Narrow(ids.as_slice().unwrap_or_default()),
-            Self::Wide(ids) => BlockIds::Wide(ids.as_slice().unwrap_or_default()),
-            Self::Read(ids) => BlockIds::Wide(ids),
-        }
+    /// Which entries of its array or sequence they are, and the ids.
+    pub(crate) fn get(&self) -> Option<(Range<usize>, BlockIds<'_>)> {
+        let all = match &self.stored {
+            Stored::Array(array) => slice(array)?,
+            Stored::Read(ids) => BlockIds::Wide(ids),
+        };
+        let entries = self.clip.entries(all.len(), all.leading(self.null_block));
+        Some((entries.clone(), all.slice(entries)))
     }
 }
 
-fn contiguous<'py, T: Element>(table: &Bound<'py, PyAny>) -> Option<PyReadonlyArray1<'py, T>> {
-    let array = table.extract::<PyReadonlyArray1<'py, T>>().ok()?;
-    array.as_slice().is_ok().then_some(array)
+/// The ids of an array that has them one after the other in memory, in the form that the core reads.
+fn slice<'a>(array: &'a Bound<'_, PyUntypedArray>) -> Option<BlockIds<'a>> {
+    let narrow = array.cast::<PyArray1<i32>>().ok();
+    // SAFETY: no other code runs while the slice is used, see above.
+    if let Some(ids) = narrow.and_then(|ids| unsafe { ids.as_slice() }.ok()) {
+        return Some(BlockIds::Narrow(ids));
+    }
+    let wide = array.cast::<PyArray1<i64>>().ok();
+    // SAFETY: as above.
+    wide.and_then(|ids| unsafe { ids.as_slice() }.ok()).map(BlockIds::Wide)
 }
 
 /// The tables of several requests: row after row of a matrix, of which each has some entries.
 pub(crate) struct Table<'py> {
-    rows: Rows<'py>,
+    matrix: Bound<'py, PyUntypedArray>,
     lengths: Vec<usize>,
-}
-
-enum Rows<'py> {
-    Narrow(PyReadonlyArray2<'py, i32>),
-    Wide(PyReadonlyArray2<'py, i64>),
 }
 
 impl<'py> Table<'py> {
     pub(crate) fn read(table: &Bound<'py, PyAny>, lengths: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let what = "block_tables";
+        let (py, what) = (table.py(), "block_tables");
         let Ok(array) = table.cast::<PyUntypedArray>() else {
-            return Err(type_error(table.py(), what, "", "expected an array of integers of shape (requests, columns)"));
+            return Err(type_error(py, what, "", "expected an array of integers of shape (requests, columns)"));
         };
+        let lengths = read_u64s("num_blocks", lengths)?;
         if array.ndim() != 2 || !matches!(array.dtype().kind(), b'i' | b'u') {
             return Err(array_error(what, array, 2));
         }
-        let rows = match (matrix(array), matrix(array)) {
-            (Some(narrow), _) => Rows::Narrow(narrow),
-            (_, Some(wide)) => Rows::Wide(wide),
-            // Other widths, byte orders and steps: numpy converts them.
-            _ => {
-                let order = [("order", "C")].into_py_dict(table.py())?;
-                Rows::Wide(array.call_method("astype", ("int64",), Some(&order))?.extract()?)
-            }
-        };
-        let lengths = read_u64s("num_blocks", lengths)?;
         let [requests, columns] = [array.shape()[0], array.shape()[1]];
         if lengths.len() != requests {
-            return Err(raise(table.py(), &Error::count("num_blocks", lengths.len(), requests)));
+            return Err(raise(py, &Error::count("num_blocks", lengths.len(), requests)));
         }
         if let Some(long) = lengths.iter().find(|&&length| length > columns as u64) {
             let reason = format!("is more than the {columns} columns of its block table");
-            return Err(type_error(table.py(), "num_blocks", &long.to_string(), &reason));
+            return Err(type_error(py, "num_blocks", &long.to_string(), &reason));
         }
-        Ok(Self { rows, lengths: lengths.into_iter().map(|length| length as usize).collect() })
+        let lengths: Vec<_> = lengths.into_iter().map(|length| length as usize).collect();
+        let matrix =
+            if has_rows::<i32>(array) || has_rows::<i64>(array) { array.clone() } else { converted(array, &lengths)? };
+        Ok(Self { matrix, lengths })
     }
 
     pub(crate) fn requests(&self) -> usize {
         self.lengths.len()
     }
 
-    pub(crate) fn row(&self, request: usize) -> BlockIds<'_> {
-        let ids = match &self.rows {
-            Rows::Narrow(rows) => BlockIds::Narrow(row(rows, request).unwrap_or_default()),
-            Rows::Wide(rows) => BlockIds::Wide(row(rows, request).unwrap_or_default()),
+    /// The ids of each request that move; None if the matrix was changed after it was read.
+    pub(crate) fn rows(&self, clip: Clip, null_block: Option<i64>) -> Option<Vec<BlockIds<'_>>> {
+        let clipped = |ids: BlockIds<'_>| clip.entries(ids.len(), ids.leading(null_block));
+        let row = |(request, &length): (usize, &usize)| {
+            let ids = row::<i32>(&self.matrix, request).map(BlockIds::Narrow);
+            let ids = ids.or_else(|| row::<i64>(&self.matrix, request).map(BlockIds::Wide))?;
+            let ids = (length <= ids.len()).then(|| ids.slice(0..length))?;
+            Some(ids.slice(clipped(ids)))
         };
-        ids.slice(0..self.lengths[request])
+        self.lengths.iter().enumerate().map(row).collect()
     }
 }
 
-/// A matrix whose rows are slices.
-fn matrix<'py, T: Element>(table: &Bound<'py, PyUntypedArray>) -> Option<PyReadonlyArray2<'py, T>> {
-    let array = table.extract::<PyReadonlyArray2<'py, T>>().ok()?;
-    (array.is_aligned() && array.strides()[1] == size_of::<T>() as isize).then_some(array)
+/// A matrix of another width, byte order or step as int64, as far as its rows are used.
+fn converted<'py>(array: &Bound<'py, PyUntypedArray>, lengths: &[usize]) -> PyResult<Bound<'py, PyUntypedArray>> {
+    let py = array.py();
+    let used = lengths.iter().copied().max().unwrap_or(0);
+    let all = pyo3::types::PySlice::full(py);
+    let columns = pyo3::types::PySlice::new(py, 0, used as isize, 1);
+    let order = [("order", "C")].into_py_dict(py)?;
+    let wide = array.get_item((all, columns))?.call_method("astype", ("int64",), Some(&order))?;
+    let wide = wide.cast_into::<PyUntypedArray>()?;
+    if array.dtype().kind() == b'u' {
+        let negative = |(request, &length): (usize, &usize)| {
+            row::<i64>(&wide, request)?.iter().take(length).find(|&&id| id < 0).copied()
+        };
+        if let Some(id) = lengths.iter().enumerate().find_map(negative) {
+            return Err(type_error(py, "block_tables", &(id as u64).to_string(), "is not an integer of 64 bits"));
+        }
+    }
+    Ok(wide)
 }
 
-fn row<'a, T: Element>(matrix: &'a PyReadonlyArray2<'_, T>, index: usize) -> Option<&'a [T]> {
-    matrix.as_array().index_axis_move(Axis(0), index).to_slice()
+fn has_rows<T: Element>(matrix: &Bound<'_, PyUntypedArray>) -> bool {
+    matrix.cast::<PyArray2<T>>().is_ok()
+        && matrix.is_aligned()
+        && (matrix.shape()[1] < 2 || matrix.strides()[1] == size_of::<T>() as isize)
+}
+
+fn row<'a, T: Element>(matrix: &'a Bound<'_, PyUntypedArray>, index: usize) -> Option<&'a [T]> {
+    if !has_rows::<T>(matrix) || index >= matrix.shape()[0] {
+        return None;
+    }
+    let typed = matrix.cast::<PyArray2<T>>().ok()?;
+    // SAFETY: no other code runs while the row is used, see above.
+    unsafe { typed.as_array() }.index_axis_move(Axis(0), index).to_slice()
 }

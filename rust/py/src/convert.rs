@@ -64,7 +64,7 @@ fn read_array(what: &str, array: &Bound<'_, PyUntypedArray>) -> PyResult<Vec<i64
     }
     // Other widths and byte orders: numpy converts them.
     if array.is_empty() || array.dtype().kind() == b'i' {
-        let ids = array.call_method1("astype", ("int64",))?;
+        let ids = array.call_method1("astype", ("int64",)).map_err(|_| array_error(what, array, 1))?;
         return Ok(ids.extract::<PyReadonlyArray1<'_, i64>>()?.as_array().to_vec());
     }
     let ids = array.call_method1("astype", ("uint64",))?;
@@ -187,7 +187,8 @@ pub(crate) fn items<'py>(what: &str, value: &Bound<'py, PyAny>) -> PyResult<Vec<
     if !iterable {
         return Err(type_error(value.py(), what, &type_name(value), "is not a list"));
     }
-    value.try_iter()?.collect()
+    // An array without a dimension has no items.
+    value.try_iter().map_err(|_| type_error(value.py(), what, &typed(value), "is not a list"))?.collect()
 }
 
 fn as_pair<'py>(value: &Bound<'py, PyAny>) -> Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {

@@ -4,15 +4,16 @@ use kvhma_core::Error;
 use kvhma_core::lowlevel::block_ids::{self, BlockIds};
 use kvhma_core::lowlevel::id_order::IdOrder;
 use kvhma_core::lowlevel::ids::{Clip, clips};
+use kvhma_core::lowlevel::out::Out;
 use numpy::{IntoPyArray, PyArray1, PyUntypedArray};
 use pyo3::Borrowed;
 use pyo3::prelude::*;
-use pyo3::types::{PySlice, PyTuple};
+use pyo3::types::PyTuple;
 
 use crate::block_tables::{Ids, Table};
 use crate::convert::{items, read_item, read_u64, read_u64s};
 use crate::error::{OrRaise, raise};
-use crate::output::column_into;
+use crate::output::{column_into, part};
 
 /// The id that stands for "no block", or None.
 pub(crate) struct NullBlock(pub(crate) Option<i64>);
@@ -46,8 +47,8 @@ fn read_clips(groups: usize, keep: &Bound<'_, PyAny>, speculative: Option<&Bound
 ///     null_block: the id that stands for "no block", or None.
 ///
 /// Returns:
-///     For each group the selected ids, in their order: of an array a view of it, of a list an int32 array. Entries
-///     that are not selected are not read, except for null blocks at the front.
+///     For each group the selected ids, in their order: of an array a view of it, of a list an int32 array. Of a list
+///     only the selected entries are read, and those at the front up to the first that is no null block.
 ///
 /// Raises:
 ///     RequestError: lists of different length or of the wrong type.
@@ -63,15 +64,19 @@ pub(crate) fn clip_blocks<'py>(
 ) -> PyResult<Vec<Bound<'py, PyAny>>> {
     let groups = items("block_ids", block_ids)?;
     let clips = read_clips(groups.len(), keep, speculative)?;
-    let select = |(group, clip): (&Bound<'py, PyAny>, Clip)| {
+    let select = |(index, (group, clip)): (usize, (&Bound<'py, PyAny>, Clip))| {
         let ids = Ids::read_clipped("block_ids", group, clip, null_block.0)?;
-        if group.cast::<PyUntypedArray>().is_ok() {
-            let entries = ids.entries();
-            return group.get_item(PySlice::new(py, entries.start as isize, entries.end as isize, 1));
+        let array = group.cast::<PyUntypedArray>().ok();
+        let entries = array.and_then(|_| ids.get().map(|(entries, _)| entries));
+        if let Some(entries) = entries {
+            drop(ids);
+            return part(group, entries);
         }
-        column_into(py, None, &[], |out| block_ids::expand_blocks(ids.get(), 1, out)).map(Bound::into_any)
+        let read = || ids.get().map(|(_, ids)| vec![ids]);
+        let copy = |ids: &[BlockIds<'_>], out: &mut Out<'_, i32>| block_ids::copy_blocks(index, ids[0], out);
+        column_into(py, None, read, copy).map(|(ids, ())| ids.into_any())
     };
-    groups.iter().zip(clips).map(select).collect()
+    groups.iter().zip(clips).enumerate().map(select).collect()
 }
 
 /// Return the kernel block ids of logical block ids: ``id`` becomes ``id * ratio .. (id + 1) * ratio``.
@@ -98,7 +103,9 @@ pub(crate) fn expand_blocks<'py>(
 ) -> PyResult<Bound<'py, PyArray1<i32>>> {
     let ids = Ids::read("block_ids", block_ids)?;
     let ratio = read_u64("ratio", ratio)?;
-    column_into(py, out, &[ids.get()], |out| block_ids::expand_blocks(ids.get(), ratio, out))
+    let read = || ids.get().map(|(_, ids)| vec![ids]);
+    let (kernel, ()) = column_into(py, out, read, |ids, out| block_ids::expand_blocks(ids[0], ratio, out))?;
+    Ok(kernel)
 }
 
 /// Return ids into a flat list of views: for each view the ids of its groups, shifted by the start of the view.
@@ -132,8 +139,7 @@ pub(crate) fn descriptor_ids<'py>(
     let groups = items("block_ids", block_ids)?;
     let ids = groups.iter().map(|group| Ids::read("block_ids", group)).collect::<PyResult<Vec<_>>>()?;
     let order = read_order(&vec![1; ids.len()], view_counts, view_groups)?;
-    let tables: Vec<_> = ids.iter().map(Ids::get).collect();
-    column_into(py, out, &tables, |out| order.write(&tables, out).map(|_| ()))
+    Ok(column_into(py, out, || tables(&ids), |tables, out| order.write(tables, out))?.0)
 }
 
 fn read_order(ratios: &[u64], view_counts: &Bound<'_, PyAny>, view_groups: &Bound<'_, PyAny>) -> PyResult<IdOrder> {
@@ -222,8 +228,7 @@ impl DescriptorOrder {
         self.check_groups(py, "block_ids", groups.len())?;
         let read = |(group, &clip)| Ids::read_clipped("block_ids", group, clip, self.null_block);
         let ids = groups.iter().zip(&self.clips).map(read).collect::<PyResult<Vec<_>>>()?;
-        let tables: Vec<_> = ids.iter().map(Ids::get).collect();
-        column_into(py, out, &tables, |out| self.order.write(&tables, out).map(|_| ()))
+        Ok(column_into(py, out, || tables(&ids), |tables, out| self.order.write(tables, out))?.0)
     }
 
     /// Return the ids of several requests, one after the other, and where those of each begin.
@@ -257,17 +262,12 @@ impl DescriptorOrder {
         if let Some(other) = tables.iter().find(|table| table.requests() != requests) {
             return Err(raise(py, &Error::count("requests of block_tables", other.requests(), requests)));
         }
-        let mut rows = Vec::with_capacity(requests * tables.len());
-        for request in 0..requests {
-            for (table, clip) in tables.iter().zip(&self.clips) {
-                rows.push(clipped(table.row(request), *clip, self.null_block));
-            }
-        }
-        let mut offsets = Vec::new();
-        let ids = column_into(py, out, &rows, |out| {
-            offsets = self.order.write(&rows, out)?;
-            Ok(())
-        })?;
+        let read = || {
+            let rows = tables.iter().zip(&self.clips).map(|(table, &clip)| table.rows(clip, self.null_block));
+            let groups = rows.collect::<Option<Vec<_>>>()?;
+            Some((0..requests).flat_map(|request| groups.iter().map(move |rows| rows[request])).collect())
+        };
+        let (ids, offsets) = column_into(py, out, read, |rows, out| self.order.write(rows, out))?;
         Ok((ids, offsets.into_pyarray(py)))
     }
 }
@@ -278,7 +278,7 @@ impl DescriptorOrder {
     }
 }
 
-/// The entries of a table that move.
-fn clipped(ids: BlockIds<'_>, clip: Clip, null_block: Option<i64>) -> BlockIds<'_> {
-    ids.slice(clip.entries(ids.len(), ids.leading(null_block)))
+/// The ids of each table.
+fn tables<'a>(ids: &'a [Ids<'_>]) -> Option<Vec<BlockIds<'a>>> {
+    ids.iter().map(|ids| ids.get().map(|(_, ids)| ids)).collect()
 }

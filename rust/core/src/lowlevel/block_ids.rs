@@ -79,10 +79,11 @@ impl BlockIds<'_> {
     }
 
     /// The kernel blocks of each; all of them fit int32.
-    pub(super) fn expanded(self, ratio: u64) -> Vec<i32> {
-        let mut out = Out::New(Vec::with_capacity(self.len() * ratio as usize));
+    pub(super) fn expanded(self, ratio: u64) -> Result<Vec<i32>> {
+        let mut out = Out::new();
+        out.reserve(self.len() * ratio as usize)?;
         self.expand_into(ratio, &mut out);
-        out.into_new().unwrap_or_default()
+        Ok(out.into_new().unwrap_or_default())
     }
 }
 
@@ -117,6 +118,16 @@ fn expand_each<T: Copy + Into<i64>, const RATIO: usize>(ids: &[T], out: &mut Out
         let first = (id.into() as i32).wrapping_mul(RATIO as i32);
         std::array::from_fn(|kernel| first.wrapping_add(kernel as i32))
     }));
+}
+
+/// Block ids of a group as int32.
+pub fn copy_blocks(group: usize, ids: BlockIds<'_>, out: &mut Out<'_, i32>) -> Result<()> {
+    if let Some((index, id)) = ids.first_outside(1 << 31) {
+        return Err(Error::block_range(("logical", group), index, id, 1 << 31));
+    }
+    out.reserve(ids.len())?;
+    ids.expand_into(1, out);
+    Ok(())
 }
 
 /// Kernel block ids of logical block ids: `id` becomes `id * ratio .. (id + 1) * ratio`.

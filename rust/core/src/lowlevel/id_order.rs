@@ -56,15 +56,14 @@ impl IdOrder {
         Ok(Self { groups, segments })
     }
 
-    /// How many groups there are.
-    pub fn num_groups(&self) -> usize {
-        self.groups.len()
-    }
-
     /// Appends the ids of each request; returns where they begin, and where the last ones end. `tables` are the block
     /// ids of each group of the first request, then of the next; a block may be a logical block.
     pub fn write(&self, tables: &[BlockIds<'_>], out: &mut Out<'_, i32>) -> Result<Vec<i64>> {
-        let requests = || tables.chunks(self.groups.len().max(1));
+        let groups = self.groups.len().max(1);
+        if tables.len() % groups != 0 {
+            return Err(Error::count("tables", tables.len(), tables.len().next_multiple_of(groups)));
+        }
+        let requests = || tables.chunks(groups);
         let mut offsets = vec![0];
         let mut total = 0u64;
         for request in requests() {
@@ -115,7 +114,7 @@ impl OrderedGroup {
         }
         Ok(match ids {
             BlockIds::Narrow(ids) if self.ratio == 1 => Cow::Borrowed(ids),
-            _ => Cow::Owned(ids.expanded(self.ratio)),
+            _ => Cow::Owned(ids.expanded(self.ratio)?),
         })
     }
 }
@@ -140,6 +139,9 @@ mod tests {
         assert_eq!(ids(&[1, 1], &groups, &[4, 2], &[vec![0, 1], vec![0]]), Ok(vec![1, 0, 3, 5, 4]));
         assert!(ids(&[1, 1], &groups, &[4, 3], &[vec![0], vec![1]]).is_err());
         assert!(ids(&[1, 1], &groups, &[4], &[vec![2]]).is_err());
+        assert!(ids(&[1, 1, 1], &groups, &[4], &[vec![0]]).is_err());
+        assert!(ids(&[1], &[&[4]], &[10, 4], &[vec![0], vec![0]]).is_err(), "the second view has no entry 4");
+        assert!(ids(&[1], &[&[3]], &[4, 10], &[vec![0], vec![0]]).is_ok());
     }
 
     #[test]

@@ -17,6 +17,7 @@ pub struct Clip {
 impl Clip {
     /// The entries of a table of some length whose first `nulls` are null blocks.
     pub fn entries(self, length: usize, nulls: usize) -> Range<usize> {
+        let nulls = nulls.min(length);
         match self.speculative {
             Some(speculative) => {
                 state_slot(length - nulls, speculative).map_or(length..length, |slot| nulls + slot..nulls + slot + 1)

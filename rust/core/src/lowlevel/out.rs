@@ -17,12 +17,12 @@ impl<T: Copy> Out<'_, T> {
         Self::New(Vec::new())
     }
 
-    /// Makes room for so many more entries. Fails if the caller's memory has less room.
+    /// Makes room for so many more entries. Fails if the caller's memory has less room, or if there is no memory.
     pub fn reserve(&mut self, count: usize) -> Result<()> {
         match self {
-            Self::New(all) => all.reserve_exact(count),
+            Self::New(all) => all.try_reserve_exact(count).map_err(|_| no_memory(count))?,
             Self::Given(all, filled) if all.len() - *filled < count => {
-                let expected = format!("the result has {} rows or more", filled.saturating_add(count));
+                let expected = format!("the result has {} entries or more", filled.saturating_add(count));
                 return Err(Error::value("", "out", all.len() as i128, expected));
             }
             Self::Given(..) => {}
@@ -78,6 +78,12 @@ impl<T: Copy> Out<'_, T> {
             Self::Given(..) => None,
         }
     }
+}
+
+fn no_memory(count: usize) -> Error {
+    let reason = "there is no memory for them";
+    let text = format!("the result has {count} entries: {reason}");
+    Error::argument("no-memory", "entries", ((count as i128).into(), "fewer".into()), reason, text)
 }
 
 impl<T: Copy> Default for Out<'_, T> {
