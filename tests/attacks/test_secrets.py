@@ -6,6 +6,7 @@ import datetime as dt
 import logging
 import os
 import re
+import selectors
 import socket
 import ssl
 import struct
@@ -33,11 +34,14 @@ from kvhma.vllm.wire.messages import (
     AskWorkerIdentity,
     EngineInfo,
     Leases,
+    Problem,
     Renew,
     SignedWorkerIdentity,
     frame,
 )
+from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.secrets import Secrets
+from support.counted import Counted
 from support.listening import (
     HELLO,
     NONCE,
@@ -417,6 +421,51 @@ def test_a_peer_that_breaks_a_handshake_off_is_forgotten(address):
     until(lambda: descriptors() <= before + 1)
 
 
+def test_a_reset_before_the_handshake_ends_only_its_connection():
+    # Python closes the socket of a peer that is gone, where it would begin TLS. Its number is the next connection's.
+    with socket.create_server(("127.0.0.1", 0)) as listening_at, socket.socket() as later:
+        listening_at.setblocking(False)
+        served = connections.Connections(listening_at, A, lambda data: None, Counted())
+        with contextlib.closing(served), socket.create_connection(listening_at.getsockname()) as raw:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            raw.sendall(b"\x16\x03\x01\x40\x00\x01")
+            raw.close()
+            for _ in range(3):
+                served.serve()
+            later.connect(listening_at.getsockname())
+            later.sendall(b"\x16\x03\x01")
+            for _ in range(3):
+                served.serve()
+            later.setblocking(False)
+            with pytest.raises(BlockingIOError):  # it is open, and is asked for more
+                later.recv(1)
+
+
+def test_an_answer_that_was_waited_for_may_be_longer_than_the_buffer():
+    problem, heard = Problem("x" * (4 << 20)), []
+    with socket.create_server(("127.0.0.1", 0)) as listening_at, connect(Address(*listening_at.getsockname())) as raw:
+        accepted, _ = listening_at.accept()
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
+        later = connection.Later((), 10 * HANG_SECONDS, lambda seconds: problem)
+        waiting = connection.Connection(accepted, "127.0.0.1", A, lambda data: later)
+
+        def ask():
+            with A.client_context().wrap_socket(raw) as wrapped:
+                wrapped.sendall(frame(AskEngineInfo(PROTOCOL)))
+                while len(b"".join(heard)) < len(frame(problem)):
+                    heard.append(wrapped.recv(1 << 20))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        until(lambda: waiting.advance() or waiting._later is not None)
+        waiting.answer_waiting()
+        assert waiting.events == selectors.EVENT_WRITE
+        until(lambda: waiting.advance() or waiting.answer_bytes == 0)
+        asking.join(10 * HANG_SECONDS)
+        waiting.close()
+    assert b"".join(heard) == frame(problem)
+
+
 def test_large_questions_and_answers(address):
     claims = [
         ("\U0001f600" * 512, bytes(8), bytes(8), bytes(16))
@@ -603,6 +652,18 @@ def test_a_file_that_changed_just_now_may_be_half_written(tmp_path, clock, caplo
     clock.read_time(file, 1.5)
     assert found.sign(b"x") == B.sign(b"x")
     assert found.verify(b"x", A.sign(b"x"))
+
+
+def test_a_file_from_the_future_may_be_half_written(tmp_path, clock, caplog):
+    # The clock of a file server may be ahead of the engine's.
+    file = tmp_path / "secret"
+    replace(file, b"a" * 32)
+    found = load(file)
+    for half in (b"", b"b" * 20):
+        file.write_bytes(half)
+        clock.read_time(file, -0.05)
+        assert found.sign(b"x") == A.sign(b"x")
+    assert not caplog.records
 
 
 def test_a_file_that_is_touched_all_the_time_is_taken(tmp_path, clock):

@@ -16,7 +16,7 @@ import selectors
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvhma.errors import ConnectionEnded
@@ -84,6 +84,7 @@ class Connection:
     def __init__(self, accepted: socket.socket, host: str, secrets: Secrets, answer: Answering) -> None:
         """Take an accepted connection; call `answer` for each question."""
         self.socket = accepted
+        self._descriptor = accepted.fileno()
         self.host = host
         self.events = selectors.EVENT_READ
         self.answered = 0
@@ -131,8 +132,8 @@ class Connection:
         return len(self._frame)
 
     def fileno(self) -> int:
-        """Return the file descriptor."""
-        return self.socket.fileno()
+        """Return the file descriptor, also after the end: Python itself closes the socket of a peer that is gone."""
+        return self._descriptor
 
     def close(self) -> None:
         """Disconnect, and free what is stored for the peer: the listener's turn still refers to this connection."""
@@ -147,8 +148,14 @@ class Connection:
             ConnectionEnded: the listener is to close it.
             OSError: it has ended.
         """
-        try:
+        with self._noting_events():
             self._advance(self)
+
+    @contextlib.contextmanager
+    def _noting_events(self) -> Iterator[None]:
+        """Note what TLS waits for."""
+        try:
+            yield
         except (BlockingIOError, ssl.SSLWantReadError):
             self.events = selectors.EVENT_READ
         except ssl.SSLWantWriteError:
@@ -225,7 +232,8 @@ class Connection:
     def answer_waiting(self) -> None:
         """Answer the waiting question if its answer is known by now; raises as :meth:`advance`."""
         if self._later is not None:
-            self._take_answer(self._later.ask_again(time.monotonic() - self._asked_at))
+            with self._noting_events():
+                self._take_answer(self._later.ask_again(time.monotonic() - self._asked_at))
 
     def _take_answer(self, answer: Answer | Later) -> None:
         if not isinstance(answer, Later):

@@ -102,8 +102,8 @@ class Secrets:
         self._read = tuple(secrets)
         self._current = _derive(self._read)
         self._read_at = time.monotonic()
-        self._seen = b""
-        """Content of the file when it was last read."""
+        self._seen: bytes | None = None
+        """Content of the file when it was last read again."""
         self._unusable = False
         """Whether the file is unusable now, which is logged once."""
         self._is_refreshed = False
@@ -175,7 +175,7 @@ class Secrets:
             with _settings_errors(_name(file)):
                 data, changed_at = _read_file(file)
                 seen, self._seen = self._seen, data
-                if data != seen and 0 <= time.time() - changed_at < _REREAD_SECONDS:
+                if data != seen and time.time() - changed_at < _REREAD_SECONDS:
                     return  # its writer may not have finished
                 found = tuple(_lines(data, _name(file)))
                 known = dict(zip(self._read, self._current.credentials, strict=True))
