@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvhma.errors import RequestError
@@ -57,7 +56,7 @@ class SchedulerContext:
         self.prompts = PromptDigests(adapter_paths=self.settings.model_id is None)
         self.peers = Peers(self.settings.handshake_timeout, self.secrets, self.stats, self.sources)
 
-    @cached_property
+    @property
     def sources(self) -> AllowedSources:
         """The engines that requests may be loaded from."""
         return self.settings.sources(has_secret=self.secrets.enabled)
