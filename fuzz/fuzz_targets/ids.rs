@@ -62,7 +62,7 @@ fuzz_target!(|input: Input| {
         let (ratio, total) = (number(0), number(0).saturating_mul(list.len() as u64));
         if total <= MAX_ENTRIES || total > i32::MAX as u64 {
             let mut kernel = Out::new();
-            if expand_blocks(BlockIds::Wide(list), ratio, &mut kernel).is_ok() {
+            if expand_blocks(0, BlockIds::Wide(list), ratio, &mut kernel).is_ok() {
                 let kernel = kernel.into_new().unwrap_or_default();
                 let back: Vec<i64> =
                     kernel.iter().step_by(ratio as usize).map(|&id| i64::from(id) / ratio as i64).collect();

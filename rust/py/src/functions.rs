@@ -5,6 +5,7 @@ use numpy::{IntoPyArray, PyArray1, PyArray2, PyReadonlyArray2, PyUntypedArrayMet
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyString};
 
+use crate::block_tables::Ids;
 use crate::convert::{count_groups, items, nulls_in_list, read_groups, read_ids, read_rows, read_u64, read_u64s, rows};
 use crate::error::{OrRaise, type_error};
 use crate::geometry::read_geometry;
@@ -107,8 +108,8 @@ pub(crate) fn leading_nulls(table: &Bound<'_, PyAny>, start: usize, null_block: 
     if let Ok(list) = table.cast_exact::<PyList>() {
         return nulls_in_list("table", list, start, null_block);
     }
-    let ids = read_ids("table", table)?;
-    Ok(ids.iter().skip(start).take_while(|&&id| id == null_block).count())
+    let ids = Ids::read("table", table)?;
+    Ok(ids.get().map_or(0, |(_, ids)| ids.slice(start.min(ids.len())..ids.len()).leading(Some(null_block))))
 }
 
 /// Return the first block table entry of each group that a request needs after the `cached` entries; 0 for state.

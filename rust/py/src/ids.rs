@@ -73,7 +73,7 @@ pub(crate) fn clip_blocks<'py>(
             return part(group, entries);
         }
         let read = || ids.get().map(|(_, ids)| vec![ids]);
-        let copy = |ids: &[BlockIds<'_>], out: &mut Out<'_, i32>| block_ids::copy_blocks(index, ids[0], out);
+        let copy = |ids: &[BlockIds<'_>], out: &mut Out<'_, i32>| block_ids::expand_blocks(index, ids[0], 1, out);
         column_into(py, None, read, copy).map(|(ids, ())| ids.into_any())
     };
     groups.iter().zip(clips).enumerate().map(select).collect()
@@ -104,7 +104,7 @@ pub(crate) fn expand_blocks<'py>(
     let ids = Ids::read("block_ids", block_ids)?;
     let ratio = read_u64("ratio", ratio)?;
     let read = || ids.get().map(|(_, ids)| vec![ids]);
-    let (kernel, ()) = column_into(py, out, read, |ids, out| block_ids::expand_blocks(ids[0], ratio, out))?;
+    let (kernel, ()) = column_into(py, out, read, |ids, out| block_ids::expand_blocks(0, ids[0], ratio, out))?;
     Ok(kernel)
 }
 

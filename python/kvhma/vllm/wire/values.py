@@ -68,11 +68,7 @@ class Key:
         Raises:
             RequestError: it is missing, or something else. The text has the key, the value and what was expected.
         """
-        value = values.get(self.short)
-        try:
-            return self.form.read(value, self.name)
-        except ValueError as error:
-            raise _refusal(error, self.form, value, self.name) from None
+        return read_value(self.form, values.get(self.short), self.name)
 
 
 def read_value(form: Form, value: Any, name: str) -> Any:
@@ -83,14 +79,10 @@ def read_value(form: Form, value: Any, name: str) -> Any:
     """
     try:
         return form.read(value, name)
-    except ValueError as error:
-        raise _refusal(error, form, value, name) from None
-
-
-def _refusal(error: ValueError, form: Form, value: Any, name: str) -> RequestError:
-    if isinstance(error, RequestError):  # of a part of the value
-        return error
-    return RequestError(f"kv_transfer_params: {name} is {quote(value)}, expected {form.expected}")
+    except RequestError:  # a ValueError too: of a part of the value
+        raise
+    except ValueError:
+        raise RequestError(f"kv_transfer_params: {name} is {quote(value)}, expected {form.expected}") from None
 
 
 INLINE = "inline"

@@ -120,18 +120,8 @@ fn expand_each<T: Copy + Into<i64>, const RATIO: usize>(ids: &[T], out: &mut Out
     }));
 }
 
-/// Block ids of a group as int32.
-pub fn copy_blocks(group: usize, ids: BlockIds<'_>, out: &mut Out<'_, i32>) -> Result<()> {
-    if let Some((index, id)) = ids.first_outside(1 << 31) {
-        return Err(Error::block_range(("logical", group), index, id, 1 << 31));
-    }
-    out.reserve(ids.len())?;
-    ids.expand_into(1, out);
-    Ok(())
-}
-
-/// Kernel block ids of logical block ids: `id` becomes `id * ratio .. (id + 1) * ratio`.
-pub fn expand_blocks(ids: BlockIds<'_>, ratio: u64, out: &mut Out<'_, i32>) -> Result<()> {
+/// Kernel block ids of logical block ids: `id` becomes `id * ratio .. (id + 1) * ratio`. Errors name the group.
+pub fn expand_blocks(group: usize, ids: BlockIds<'_>, ratio: u64, out: &mut Out<'_, i32>) -> Result<()> {
     if ratio == 0 {
         return Err(Error::value("", "ratio", 0, "has to be at least 1".into()));
     }
@@ -143,7 +133,7 @@ pub fn expand_blocks(ids: BlockIds<'_>, ratio: u64, out: &mut Out<'_, i32>) -> R
     // The last kernel id of a block is (id + 1) * ratio - 1.
     let limit = (1 << 31) / ratio;
     if let Some((index, id)) = ids.first_outside(limit) {
-        return Err(Error::block_range(("logical", 0), index, id, limit));
+        return Err(Error::block_range(("logical", group), index, id, limit));
     }
     out.reserve(total as usize)?;
     ids.expand_into(ratio, out);
@@ -156,7 +146,7 @@ mod tests {
 
     fn expanded(ids: &[i64], ratio: u64) -> Result<Vec<i32>> {
         let mut out = Out::new();
-        expand_blocks(BlockIds::Wide(ids), ratio, &mut out)?;
+        expand_blocks(0, BlockIds::Wide(ids), ratio, &mut out)?;
         Ok(out.into_new().unwrap_or_default())
     }
 
@@ -177,9 +167,9 @@ mod tests {
     #[test]
     fn a_callers_memory_is_filled_from_its_front() {
         let mut memory = [7; 5];
-        assert!(expand_blocks(BlockIds::Narrow(&[4, 1]), 2, &mut Out::Given(&mut memory, 0)).is_ok());
+        assert!(expand_blocks(0, BlockIds::Narrow(&[4, 1]), 2, &mut Out::Given(&mut memory, 0)).is_ok());
         assert_eq!(memory, [8, 9, 2, 3, 7]);
-        assert!(expand_blocks(BlockIds::Narrow(&[4, 1]), 3, &mut Out::Given(&mut memory, 0)).is_err());
+        assert!(expand_blocks(0, BlockIds::Narrow(&[4, 1]), 3, &mut Out::Given(&mut memory, 0)).is_err());
         assert_eq!(memory, [8, 9, 2, 3, 7]);
     }
 }
