@@ -30,7 +30,7 @@ def options() -> tuple[Options, Path]:
         seed=random.SystemRandom().randrange(1 << 16) if given.seed is None else given.seed,
         models=(given.model,),
         clients=given.clients,
-        strangers=0,
+        untrusted=0,
         without=(),
         requests=REQUESTS,
         one_host=False,

@@ -32,7 +32,7 @@ def options() -> tuple[Options, Path]:
         help="a tiny model of tests/support/engines/tiny.py, one after the other (gemma3 and nemotron_h)",
     )
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--strangers", type=int, default=3, help="hostile peers of the side channels")
+    parser.add_argument("--untrusted", type=int, default=3, help="hostile peers of the side channels")
     parser.add_argument("--without", action="append", default=[], choices=KINDS, help="leave out a kind of event")
     parser.add_argument("--only", action="append", choices=REQUESTS, help="requests that clients send; all by default")
     parser.add_argument("--one-host", action="store_true", help="no namespaces: shared memory, partitions by SIGSTOP")
@@ -47,7 +47,7 @@ def options() -> tuple[Options, Path]:
         seed=random.SystemRandom().randrange(1 << 16) if given.seed is None else given.seed,
         models=tuple(given.model or ("gemma3", "nemotron_h")),
         clients=given.clients,
-        strangers=given.strangers,
+        untrusted=given.untrusted,
         without=tuple(given.without),
         requests=tuple(given.only or REQUESTS),
         one_host=given.one_host,

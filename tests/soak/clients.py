@@ -32,7 +32,7 @@ KINDS = {
     "changed": 2,
     "followed": 8,
     "left": 2,
-    "unheard": 1,
+    "unnotified": 1,
     "proxied": 8,
     "hung up": 1,
     "chat": 3,
@@ -41,11 +41,12 @@ KINDS = {
 """A client's actions and how often each occurs relative to the rest.
 
 `changed` has parameters that P did not write. In `followed` P and D are asked at once with a ticket; in `left` D's
-client disconnects, and in `unheard` P never gets the ticket. `proxied` goes through the proxy, which writes tickets; in
-`hung up` its client disconnects. In a `chat` P reads D's answer of the turn before. In `alone` D answers a prompt after
-a hand-off, and then without parameters the same prompt or its beginning, whose blocks it may have from the hand-off.
+client disconnects, and in `unnotified` P never gets the ticket. `proxied` goes through the proxy, which writes tickets;
+in `hung up` its client disconnects. In a `chat` P reads D's answer of the turn before. In `alone` D answers a prompt
+after a hand-off, and then without parameters the same prompt or its beginning, whose blocks it may have from the
+hand-off.
 """
-EXPECTED = ("aborted", "changed", "left", "slow", "twice", "unheard", "unread")
+EXPECTED = ("aborted", "changed", "left", "slow", "twice", "unnotified", "unread")
 """Kinds that may be refused although nothing is done to an engine."""
 PROXIED = ("proxied", "hung up")
 
@@ -99,7 +100,7 @@ class Client(threading.Thread):
         choice, more = rng.random(), random.Random(rng.random())
         if p is None or d is None or other is None:
             return
-        if kind in ("followed", "left", "unheard") and p.name in world.addresses:
+        if kind in ("followed", "left", "unnotified") and p.name in world.addresses:
             self._follow(kind, prompt, p, d, more)
             return
         if kind in PROXIED:
@@ -170,7 +171,7 @@ class Client(threading.Thread):
         params = {"do_remote_prefill": True, **ticket, **self._world.addresses[p.name]}
         asked: list[Asked] = []
         steps: list[Callable[[], object]] = [lambda: asked.append(self._send(prompt, params, d, "d"))]
-        if kind != "unheard":
+        if kind != "unnotified":
             steps.insert(rng.randrange(2), lambda: self._ask_p(prompt, p, ticket))
         for step in steps:
             step()

@@ -13,7 +13,7 @@ from collections import Counter
 Address = tuple[str, int]
 
 
-class Stranger(threading.Thread):
+class UntrustedClient(threading.Thread):
     """Connects again and again, each time to one of the side channels with one kind of attack."""
 
     def __init__(self, addresses: list[Address], seed: str, number: int, stop: threading.Event):

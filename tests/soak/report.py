@@ -94,7 +94,9 @@ def facts_in(lines: Sequence[Line], tally: Tally) -> list[str]:
     alone = [line for line in lines if line["what"] == "right" and "cached" in line]
     hits = [line["cached"] for line in alone if line["cached"]]
     loads = ", ".join(f"{model} {of:.0f} s" for model, of in past.loaded.items())
-    visits: Counter[str] = sum((Counter(line["of"]) for line in lines if line["what"] == "strangers"), Counter())
+    attacks: Counter[str] = sum(
+        (Counter(line["of"]) for line in lines if line["what"] == "untrusted clients"), Counter()
+    )
     return [
         *(line["text"] for line in lines if line["what"] == "fact"),
         f"under load: {loads}; {past.parts} part{'s' * (past.parts > 1)}",
@@ -102,7 +104,7 @@ def facts_in(lines: Sequence[Line], tally: Tally) -> list[str]:
         f"events: {', '.join(f'{kind} {n}' for kind, n in sorted(events.items()))}; {left_out} left out",
         f"rotations that removed the old secret: {rotations[2]}, of them {dict(troubles)}",
         f"asked D alone: {len(alone)} right answers, {len(hits)} of them hit {sum(hits)} tokens",
-        f"hostile clients: {dict(visits)}",
+        f"hostile clients: {dict(attacks)}",
         *(f"{one['model']}: blocks back {one['back']}" for one in lines if one["what"] == "model over"),
     ]
 

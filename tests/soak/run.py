@@ -18,7 +18,7 @@ from soak.census import MAX_TOKENS, Prompt, load_census, save_census, take_censu
 from soak.clients import PROXIED, Client, World
 from soak.fleet import Fleet, Slot, config
 from soak.front import Proxy
-from soak.hostile import Address, Stranger
+from soak.hostile import Address, UntrustedClient
 from soak.hosts import Hosts, NoNamespaces
 from soak.journal import Journal, Past, read_lines
 from soak.judge import Outcome, judge, leaks_of_pool
@@ -60,7 +60,7 @@ class Options:
     seed: int
     models: tuple[str, ...]
     clients: int
-    strangers: int
+    untrusted: int
     without: tuple[str, ...]
     requests: tuple[str, ...]
     one_host: bool
@@ -210,9 +210,9 @@ def soak(world: World, run: Run, model: str) -> None:
     drawn = f"{seed} {past.parts}"
     clients = [Client(world, drawn, number, options.requests) for number in range(options.clients)]
     addresses = [address_of(slot) for slot in slots]
-    strangers = [Stranger(addresses, drawn, n, fleet.stop) for n in range(options.strangers)]
+    untrusted = [UntrustedClient(addresses, drawn, n, fleet.stop) for n in range(options.untrusted)]
     counting = threading.Thread(target=count_often, args=(fleet,), daemon=True)
-    for thread in (*clients, *strangers, counting):
+    for thread in (*clients, *untrusted, counting):
         thread.start()
     fleet.run(events, shift + seconds)
     journal.note("load over", model=model)
@@ -223,7 +223,7 @@ def soak(world: World, run: Run, model: str) -> None:
         client.join(3 * world.limit)
         if client.is_alive():
             journal.note("leak", text=f"{client.name} does not end")
-    journal.note("strangers", of=sum((stranger.done for stranger in strangers), Counter[str]()))
+    journal.note("untrusted clients", of=sum((client.done for client in untrusted), Counter[str]()))
     back = check_afterwards(world)
     time.sleep(2 * EVERY_SECONDS)  # the last samples are of engines that are asked nothing
     sampler.stop()
