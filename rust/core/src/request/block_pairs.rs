@@ -13,9 +13,8 @@ pub(crate) type Pairs = Vec<PackedPair>;
 
 /// From so many pairs on, [`sort`] counts digits instead of comparing pairs.
 const MIN_COUNTED: usize = 1024;
-/// Bits of a local id that one pass of [`sort`] counts.
-const DIGIT_BITS: u32 = 11;
-const NUM_DIGITS: usize = 1 << DIGIT_BITS;
+/// Maximum of bits of a local id that one pass of [`sort`] counts.
+const MAX_DIGIT_BITS: u32 = 11;
 
 impl PackedPair {
     /// Difference from a pair to that of the next blocks on both sides.
@@ -143,30 +142,37 @@ pub(crate) fn sort(pairs: &mut Pairs) {
     if pairs.is_sorted_by(|one, next| one.0 <= next.0) {
         return;
     }
+    if pairs.is_sorted_by(|one, next| one.0 > next.0) {
+        pairs.reverse();
+        return;
+    }
     if pairs.len() < MIN_COUNTED {
         pairs.sort_unstable_by_key(|pair| pair.0);
         return;
     }
     let largest = pairs.iter().map(|pair| pair.local().0).max().unwrap_or(0);
+    let bits = u64::BITS - largest.leading_zeros();
+    // Passes of equally many bits have the fewest digits, so the fewest places that are written to in turns.
+    let passes = bits.div_ceil(MAX_DIGIT_BITS);
     let mut sorted = vec![PackedPair::default(); pairs.len()];
-    let mut shift = 0;
-    while largest >> shift > 0 {
-        sort_by_digit(pairs, &mut sorted, shift);
+    for pass in 0..passes {
+        let digit_bits = bits.div_ceil(passes);
+        sort_by_digit(pairs, &mut sorted, pass * digit_bits, digit_bits);
         std::mem::swap(pairs, &mut sorted);
-        shift += DIGIT_BITS;
     }
 }
 
 /// One pass of a radix sort: writes the pairs in the order of a digit of their local ids; equal digits keep their order.
-fn sort_by_digit(pairs: &[PackedPair], sorted: &mut [PackedPair], shift: u32) {
-    let digit = |pair: PackedPair| (pair.0 >> (32 + shift)) as usize & (NUM_DIGITS - 1);
+fn sort_by_digit(pairs: &[PackedPair], sorted: &mut [PackedPair], shift: u32, bits: u32) {
+    let digit = |pair: PackedPair| (pair.0 >> (32 + shift)) as usize & ((1 << bits) - 1);
     // First the number of pairs with each digit, then where the next pair with the digit is written.
-    let mut starts = [0u32; NUM_DIGITS];
+    let mut all = [0u32; 1 << MAX_DIGIT_BITS];
+    let starts = &mut all[..1 << bits];
     for &pair in pairs {
         starts[digit(pair)] += 1;
     }
     let mut sum = 0;
-    for start in &mut starts {
+    for start in starts.iter_mut() {
         sum += std::mem::replace(start, sum);
     }
     for &pair in pairs {
@@ -176,9 +182,16 @@ fn sort_by_digit(pairs: &[PackedPair], sorted: &mut [PackedPair], shift: u32) {
     }
 }
 
-/// Number of runs of pairs that are consecutive on both sides.
+/// Runs of pairs that are consecutive on both sides.
+pub(crate) fn runs(pairs: &[PackedPair]) -> impl Iterator<Item = &[PackedPair]> {
+    pairs.chunk_by(|one, next| one.plus(1) == *next)
+}
+
+/// How many `runs` there are, counted without a branch.
 pub(crate) fn count_runs(pairs: &[PackedPair]) -> u64 {
-    pairs.chunk_by(|one, next| one.plus(1) == *next).count() as u64
+    let Some((_, rest)) = pairs.split_first() else { return 0 };
+    let is_break = |(one, next): (&PackedPair, &PackedPair)| u64::from(one.0.wrapping_add(PackedPair::NEXT) != next.0);
+    1 + pairs.iter().zip(rest).map(is_break).fold(0, u64::wrapping_add)
 }
 
 #[cfg(test)]
@@ -193,9 +206,17 @@ mod tests {
     }
 
     #[test]
+    fn pairs_that_fall_are_turned_around() {
+        let mut pairs: Pairs = (0..5000).rev().map(|id| packed(id, 7 * id)).collect();
+        sort(&mut pairs);
+        assert_eq!(pairs, (0..5000).map(|id| packed(id, 7 * id)).collect::<Pairs>());
+    }
+
+    #[test]
     fn a_run_goes_on_on_both_sides() {
         let pairs = [(1, 5), (2, 6), (3, 9), (5, 10), (6, 11)].map(|(local, remote)| packed(local, remote));
         assert_eq!(count_runs(&pairs), 3);
+        assert_eq!(runs(&pairs).map(<[_]>::len).collect::<Vec<_>>(), [2, 1, 2]);
         assert_eq!(count_runs(&[]), 0);
     }
 

@@ -4,7 +4,7 @@ use crate::error::Result;
 use crate::pairing::group_pair::{CopyTemplate, Geometries};
 use crate::pairing::page_pair::{PagePieces, Place};
 use crate::pairing::table::Table;
-use crate::request::block_pairs::PackedPair;
+use crate::request::block_pairs::{PackedPair, runs};
 use crate::request::bound::{Budget, Limit, no_memory, room};
 use crate::request::copies::{ByteRun, Copies};
 use crate::request::pairs_by_cut::PairsByCut;
@@ -77,6 +77,13 @@ impl PageRuns {
             // Overlapping blocks can add up to more bytes than there is memory; they are refused later.
             let of_group = &mut self.bytes_by_group[group];
             *of_group = bytes.saturating_mul(pairs.len() as u64).saturating_add(*of_group);
+            if let &[piece] = pieces.as_slice() {
+                let template = CopyTemplate { piece, strides: *strides };
+                if template.is_dense() {
+                    self.fill_dense(&template, pairs, group)?;
+                    continue;
+                }
+            }
             for pair in pairs {
                 let (local, remote) = (strides.local.offset(pair.local()), strides.remote.offset(pair.remote()));
                 self.make_room(pieces.len())?;
@@ -85,6 +92,18 @@ impl PageRuns {
                     self.push(PageRun { local, remote, len: piece.len, group: group as u16 });
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// A run of each run of blocks.
+    fn fill_dense(&mut self, template: &CopyTemplate, pairs: &[PackedPair], group: usize) -> Result<()> {
+        let CopyTemplate { piece, strides } = template;
+        for run in runs(pairs) {
+            let (local, remote) = (strides.local.offset(run[0].local()), strides.remote.offset(run[0].remote()));
+            let (local, remote, len) = (piece.local + local, piece.remote + remote, piece.len * run.len() as u64);
+            self.make_room(1)?;
+            self.push(PageRun { local, remote, len, group: group as u16 });
         }
         Ok(())
     }

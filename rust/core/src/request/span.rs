@@ -87,18 +87,21 @@ fn check_span(side: &'static str, geometry: &Geometry, group: usize, span: &Span
         let expected = format!("has to be at most the {num_blocks} blocks there are");
         return Err(Error::value(&place(), "number of block ids", span.ids.len() as i128, expected));
     }
-    let mut ids = Vec::with_capacity(span.ids.len());
-    for (index, &id) in span.ids.iter().enumerate() {
-        match u64::try_from(id) {
-            Ok(block) if block < num_blocks => {
-                if geometry.null_block == Some(block) {
-                    return Err(Error::null_block((side, group), index, id));
-                }
-                // Kernel blocks of a geometry are at most 2^31, so its logical blocks fit.
-                ids.push(BlockId(block as u32));
-            }
-            _ => return Err(Error::block_range((side, group), index, id, num_blocks)),
+    let wrong = |(index, &id): (usize, &i64)| match u64::try_from(id) {
+        Ok(block) if block < num_blocks => {
+            (geometry.null_block == Some(block)).then(|| Error::null_block((side, group), index, id))
         }
+        _ => Some(Error::block_range((side, group), index, id, num_blocks)),
+    };
+    // Nearly always all are right, and passes without a branch find that. An id below 0 has a sign; if an id is too
+    // large, its difference from the last has one. Kernel blocks of a geometry are at most 2^31, so its blocks fit.
+    let last = num_blocks as i64 - 1;
+    let signs = span.ids.iter().fold(0, |signs, &id| signs | id | last.wrapping_sub(id));
+    let ids: Vec<_> = span.ids.iter().map(|&id| BlockId(id as u32)).collect();
+    let null = geometry.null_block.map(|block| BlockId(block as u32));
+    let has_null = null.is_some_and(|null| ids.iter().filter(|&&id| id == null).count() > 0);
+    if signs < 0 || has_null {
+        span.ids.iter().enumerate().find_map(wrong).map_or(Ok(()), Err)?;
     }
     if let Some(id) = duplicate(&ids, num_blocks) {
         return Err(Error::duplicate_block((side, group), id.0));
