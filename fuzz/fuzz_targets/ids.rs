@@ -61,7 +61,7 @@ fuzz_target!(|input: Input| {
     for list in &groups {
         let (ratio, total) = (number(0), number(0).saturating_mul(list.len() as u64));
         if total <= MAX_ENTRIES || total > i32::MAX as u64 {
-            let mut kernel = Out::new();
+            let mut kernel = Out::default();
             if expand_blocks(0, BlockIds::Wide(list), ratio, &mut kernel).is_ok() {
                 let kernel = kernel.into_new().unwrap_or_default();
                 let back: Vec<i64> =
@@ -72,7 +72,7 @@ fuzz_target!(|input: Input| {
         }
     }
     let tables: Vec<_> = groups.iter().map(|ids| BlockIds::Wide(ids)).collect();
-    let mut flat = Out::new();
+    let mut flat = Out::default();
     let order = IdOrder::new(&vec![1; groups.len()], &numbers, &members);
     if order.is_ok_and(|order| order.write(&tables, &mut flat).is_ok()) {
         let (flat, entries) = (flat.into_new().unwrap_or_default(), numbers.iter().sum::<u64>());
@@ -93,7 +93,7 @@ fuzz_target!(|input: Input| {
     ];
     for list in lists.into_iter().flatten() {
         let total = list.iter().fold(0u64, |sum, view| sum.saturating_add(view[4]));
-        let mut rows = Out::new();
+        let mut rows = Out::default();
         if total > MAX_ENTRIES && total <= i32::MAX as u64 {
             let checked = views::check_views("view", list.iter().copied());
             assert_eq!(checked.map_or(total, |total| total), total);

@@ -36,7 +36,7 @@ mod report;
 mod request;
 
 pub use block_users::BlockUsers;
-pub use bytes::rows::{Descriptor, View};
+pub use bytes::rows::{Advise, Descriptor, View};
 pub use content::{ContentMemory, ContentRequest, ContentSums, RepeatedSums, index_keys};
 pub use digest::TokenDigest;
 pub use error::{Class, Error, Fields, Result, Value, Wrong};
@@ -46,7 +46,6 @@ pub use id_text::{ids_to_text, text_to_ids};
 pub use pairing::plan::{Plan, PlanOptions};
 pub use pairing::validate::validate;
 pub use report::losses::{Loss, Losses};
-pub use request::bound::Allocate;
 pub use request::copies::Copies;
 pub use request::ids::Ids;
 pub use request::span::Span;

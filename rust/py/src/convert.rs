@@ -222,26 +222,18 @@ pub(crate) fn read_remote_spans(value: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<Sp
     list.iter().map(|item| read_spans(what, item)).collect()
 }
 
-/// Room for descriptors that become an array. It asks for huge pages for large arrays, as numpy does for its own.
-/// Without them most of the time is spent in the first access to every small page.
-#[allow(unsafe_code, reason = "advice on pages that the new vector owns; it changes no byte")]
-pub(crate) fn room(count: usize) -> Option<Vec<Descriptor>> {
-    let mut rows: Vec<Descriptor> = Vec::new();
-    rows.try_reserve_exact(count).ok()?;
+/// Asks for huge pages for the memory of a large result, as numpy does for its own. Without them most of the time is
+/// spent in the first access to every small page.
+#[allow(unsafe_code, reason = "advice on pages, which changes no byte")]
+pub(crate) fn advise(addresses: Range<usize>) {
     #[cfg(target_os = "linux")]
-    {
+    if addresses.len() >= 4 << 20 {
         const PAGE: usize = 4096;
-        let bytes = rows.capacity() * size_of::<Descriptor>();
-        if bytes >= 4 << 20 {
-            let start = rows.as_ptr() as usize;
-            let first = start.next_multiple_of(PAGE);
-            let length = (start + bytes - first) / PAGE * PAGE;
-            // SAFETY: the range is inside the vector's allocation, and the advice does not change its contents. If the
-            // system ignores the advice, nothing is lost.
-            unsafe { libc::madvise(first as *mut libc::c_void, length, libc::MADV_HUGEPAGE) };
-        }
+        let first = addresses.start.next_multiple_of(PAGE);
+        let length = (addresses.end - first) / PAGE * PAGE;
+        // SAFETY: the advice does not change what any memory holds. If the system ignores it, nothing is lost.
+        unsafe { libc::madvise(first as *mut libc::c_void, length, libc::MADV_HUGEPAGE) };
     }
-    Some(rows)
 }
 
 /// Moves rows out as an array of shape `(n, N)`.

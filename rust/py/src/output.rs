@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 use pyo3::types::PySlice;
 use pyo3::{PyTypeCheck, PyTypeInfo};
 
-use crate::convert::rows;
+use crate::convert::{advise, rows};
 use crate::error::{OrRaise, type_error};
 
 /// The ids that `write` gives: in a new array, or in the front of `out`, of which they are a view.
@@ -27,7 +27,7 @@ pub(crate) fn column_into<'a, 'py, R>(
 ) -> PyResult<(Bound<'py, PyArray1<i32>>, R)> {
     let changed = || type_error(py, "block_ids", "", "were changed while they were read");
     let Some(given) = out else {
-        let mut new = Out::new();
+        let mut new = Out::new(advise);
         let result = read().map(|tables| write(&tables, &mut new)).ok_or_else(changed)?.or_raise(py)?;
         return Ok((new.into_new().unwrap_or_default().into_pyarray(py), result));
     };
@@ -51,7 +51,7 @@ pub(crate) fn rows_into<'py, const N: usize>(
     write: impl FnOnce(&mut Out<'_, [u64; N]>) -> kvhma_core::Result<()> + Send,
 ) -> PyResult<Bound<'py, PyArray2<u64>>> {
     let Some(given) = out else {
-        let mut new = Out::new();
+        let mut new = Out::new(advise);
         py.detach(|| write(&mut new)).or_raise(py)?;
         return rows(py, new.into_new().unwrap_or_default());
     };

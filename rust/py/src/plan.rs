@@ -6,7 +6,7 @@ use numpy::PyArray2;
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict};
 
-use crate::convert::{read_ids, read_remote_spans, read_rows, read_spans, read_u64, room, rows};
+use crate::convert::{advise, read_ids, read_remote_spans, read_rows, read_spans, read_u64, rows};
 use crate::error::OrRaise;
 use crate::geometry::{CheckedGeometry, read_geometries, read_geometry};
 use crate::results::{Finding, Loss, Losses, Read, Transfer};
@@ -139,7 +139,7 @@ impl Plan {
         remote: &Bound<'_, PyAny>,
     ) -> PyResult<Transfer> {
         let Request { num_tokens, local, remote } = Request::read(num_tokens, local, remote)?;
-        let transfer = py.detach(|| self.core.transfer_in(room, num_tokens, &local, &remote)).or_raise(py)?;
+        let transfer = py.detach(|| self.core.transfer_in(advise, num_tokens, &local, &remote)).or_raise(py)?;
         let groups = transfer.first_tokens.len();
         Transfer::new(py, transfer, groups, Read::of_rows)
     }
@@ -155,7 +155,7 @@ impl Plan {
         remote: &Bound<'_, PyAny>,
     ) -> PyResult<Transfer> {
         let Request { num_tokens, local, remote } = Request::read(num_tokens, local, remote)?;
-        let transfer = py.detach(|| self.core.ids(num_tokens, &local, &remote)).or_raise(py)?;
+        let transfer = py.detach(|| self.core.ids_in(advise, num_tokens, &local, &remote)).or_raise(py)?;
         Transfer::new(py, transfer, 0, Read::of_ids)
     }
 

@@ -80,7 +80,7 @@ impl BlockIds<'_> {
 
     /// The kernel blocks of each; all of them fit int32.
     pub(super) fn expanded(self, ratio: u64) -> Result<Vec<i32>> {
-        let mut out = Out::new();
+        let mut out = Out::default();
         out.reserve(self.len() * ratio as usize)?;
         self.expand_into(ratio, &mut out);
         Ok(out.into_new().unwrap_or_default())
@@ -145,7 +145,7 @@ mod tests {
     use super::*;
 
     fn expanded(ids: &[i64], ratio: u64) -> Result<Vec<i32>> {
-        let mut out = Out::new();
+        let mut out = Out::default();
         expand_blocks(0, BlockIds::Wide(ids), ratio, &mut out)?;
         Ok(out.into_new().unwrap_or_default())
     }

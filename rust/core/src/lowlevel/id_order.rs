@@ -126,7 +126,7 @@ mod tests {
     fn ids(ratios: &[u64], groups: &[&[i64]], counts: &[u64], groups_of: &[Vec<usize>]) -> Result<Vec<i32>> {
         let order = IdOrder::new(ratios, counts, groups_of)?;
         let tables: Vec<_> = groups.iter().map(|ids| BlockIds::Wide(ids)).collect();
-        let mut out = Out::new();
+        let mut out = Out::default();
         let offsets = order.write(&tables, &mut out)?;
         let found = out.into_new().unwrap_or_default();
         assert_eq!(offsets.last().copied(), Some(found.len() as i64));
@@ -156,7 +156,7 @@ mod tests {
         let tables: [&[i32]; 6] = [&[1], &[0], &[], &[], &[0, 1], &[0]];
         let tables = tables.map(BlockIds::Narrow);
         let order = IdOrder::new(&[2, 1], &[4, 1], &[vec![0], vec![1]]);
-        let mut out = Out::new();
+        let mut out = Out::default();
         assert_eq!(order.and_then(|order| order.write(&tables, &mut out)), Ok(vec![0, 3, 3, 8]));
         assert_eq!(out.into_new(), Some(vec![2, 3, 4, 0, 1, 2, 3, 4]));
     }

@@ -90,7 +90,7 @@ mod tests {
 
     #[test]
     fn entries_of_a_view_are_a_stride_apart() {
-        let mut rows = Out::new();
+        let mut rows = Out::default();
         assert_eq!(expand_views(&[[100, 8, 1, 16, 2], [500, 4, 0, 4, 1]], &mut rows), Ok(()));
         assert_eq!(rows.into_new(), Some(vec![[100, 8, 1], [116, 8, 1], [500, 4, 0]]));
     }

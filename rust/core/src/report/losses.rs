@@ -3,13 +3,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::bytes::pieces::{Cutout, PageBases, Piece, TokenCut, part_pieces};
-use crate::bytes::rows::Descriptor;
+use crate::bytes::rows::{Descriptor, NO_ADVICE};
 use crate::error::{Error, Result};
 use crate::geometry::ranges::Interval;
 use crate::geometry::types::{Geometry, KernelBlockId, Layer};
 use crate::pairing::plan::Plan;
 use crate::request::block_pairs::visit_pairs;
-use crate::request::bound::ALLOCATE;
 use crate::request::checked::CheckedRequest;
 use crate::request::group_span::GroupSpan;
 use crate::request::span::Span;
@@ -128,7 +127,7 @@ impl Plan {
         if failed.is_empty() {
             return Ok(());
         }
-        let reads = self.reads(request, &[], ALLOCATE)?;
+        let reads = self.reads(request, &[], NO_ADVICE)?;
         let rows = || reads.iter().flat_map(|read| &read.copies.local).copied();
         let mut by_device: BTreeMap<u64, Vec<Interval>> = BTreeMap::new();
         for device in rows().map(|[_, _, device]| device).collect::<BTreeSet<u64>>() {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Refuses requests that no real peer would send, before anything of that size is allocated.
-use crate::bytes::rows::Descriptor;
+use crate::bytes::rows::{Advise, reserve};
 use crate::error::{Error, Result};
 use crate::geometry::types::Group;
 use crate::pairing::cuts::count_cuts;
@@ -23,10 +23,10 @@ const MAX_CUTS: u64 = 1 << 17;
 /// Limit of parts of pages that a request cuts, counted once for each way.
 const MAX_CUT_PARTS: u64 = 1 << 20;
 
-/// Where a request's descriptors are stored, and the limit of their number.
+/// What receives the addresses of a request's descriptors, and the limit of their number.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Budget {
-    pub(crate) allocate: Allocate,
+    pub(crate) advise: Advise,
     /// Descriptors that were already made.
     pub(crate) made: u64,
     max_descriptors: u64,
@@ -76,8 +76,8 @@ fn refusal(what: &'static str, count: u64, limit: u64, reason: &'static str) -> 
 
 impl Plan {
     /// The limit for a request that already has so many descriptors.
-    pub(crate) fn budget(&self, allocate: Allocate, made: usize) -> Budget {
-        Budget { allocate, made: made as u64, max_descriptors: self.options.max_descriptors }
+    pub(crate) fn budget(&self, advise: Advise, made: usize) -> Budget {
+        Budget { advise, made: made as u64, max_descriptors: self.options.max_descriptors }
     }
 
     /// Fails if a request pairs more kernel blocks than any real request: counted from the tokens, not from the blocks.
@@ -141,18 +141,11 @@ impl Table {
 }
 
 /// Reserves room for so many entries. A peer may control the number, so a lack of memory is an error.
-pub(crate) fn room<T>(count: usize) -> Result<Vec<T>> {
-    let mut rows = Vec::new();
-    rows.try_reserve_exact(count).map_err(|_| no_memory(count))?;
-    Ok(rows)
+pub(crate) fn room<T>(count: usize, advise: Advise) -> Result<Vec<T>> {
+    let mut entries = Vec::new();
+    reserve(&mut entries, count, advise).ok_or_else(|| no_memory(count))?;
+    Ok(entries)
 }
-
-/// Allocates room for so many descriptors; None without enough memory. A caller that passes the descriptors on can
-/// choose a better place for them.
-pub type Allocate = fn(usize) -> Option<Vec<Descriptor>>;
-
-/// The default allocation of descriptors.
-pub(crate) const ALLOCATE: Allocate = |count| room(count).ok();
 
 pub(crate) fn no_memory(count: usize) -> Error {
     let reason = "there is no memory for them";
@@ -173,10 +166,11 @@ fn most_cuts((local, remote): (&Group, &Group)) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bytes::rows::NO_ADVICE;
 
     #[test]
     fn a_limit_follows_from_the_layouts() {
-        let budget = Budget { allocate: ALLOCATE, made: 0, max_descriptors: u64::MAX };
+        let budget = Budget { advise: NO_ADVICE, made: 0, max_descriptors: u64::MAX };
         assert_eq!(Limit::new(10, budget).explained, FREE_DESCRIPTORS);
         let limit = Limit::new(FREE_DESCRIPTORS + 1, budget);
         assert_eq!(limit.check(FREE_DESCRIPTORS + 1), Ok(()));
@@ -189,7 +183,7 @@ mod tests {
 
     #[test]
     fn all_sources_share_the_descriptors_of_a_plan() {
-        let limit = Limit::new(0, Budget { allocate: ALLOCATE, made: 30, max_descriptors: 100 });
+        let limit = Limit::new(0, Budget { advise: NO_ADVICE, made: 30, max_descriptors: 100 });
         assert_eq!(limit.check(70), Ok(()));
         let text = limit.check(71).expect_err("too many").to_string();
         assert_eq!(
@@ -207,7 +201,7 @@ mod tests {
 
     #[test]
     fn memory_that_is_not_there_is_an_error() {
-        assert!(room::<Descriptor>(usize::MAX / 48).is_err());
-        assert!(ALLOCATE(3).is_some());
+        assert!(room::<[u64; 3]>(usize::MAX / 48, NO_ADVICE).is_err());
+        assert!(room::<[u64; 3]>(3, NO_ADVICE).is_ok());
     }
 }

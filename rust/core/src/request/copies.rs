@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Contiguous copies: the fewest for a set of bytes, because neighbours on both sides are joined.
-use crate::bytes::rows::Descriptor;
+use crate::bytes::rows::{Advise, Descriptor};
 use crate::error::{Error, Result};
 use crate::pairing::group_pair::Geometries;
 use crate::pairing::page_pair::RegionPair;
-use crate::request::bound::{Allocate, no_memory};
+use crate::request::bound::room;
 
 /// Bytes that are contiguous on both sides, and their regions; a run never leaves them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,8 +34,8 @@ pub struct Copies {
 
 impl Copies {
     /// Empty copies, with the total number of bytes.
-    pub(crate) fn new(allocate: Allocate, count: usize, bytes_by_group: Vec<u64>) -> Result<Self> {
-        let room = || allocate(count).ok_or_else(|| no_memory(count));
+    pub(crate) fn new(advise: Advise, count: usize, bytes_by_group: Vec<u64>) -> Result<Self> {
+        let room = || room(count, advise);
         let descriptors_by_group = vec![0; bytes_by_group.len()];
         Ok(Self { local: room()?, remote: room()?, bytes_by_group, descriptors_by_group, last: RegionPair::default() })
     }
@@ -88,7 +88,7 @@ impl Copies {
     pub(crate) fn from_runs(
         mut runs: Vec<ByteRun>,
         geometries: &Geometries,
-        allocate: Allocate,
+        advise: Advise,
         bytes_by_group: Vec<u64>,
     ) -> Result<Self> {
         // Templates yield ascending runs one after the other: the stable sort finds and merges them.
@@ -97,7 +97,7 @@ impl Copies {
             let end = |run: &ByteRun| run.local + run.len;
             return Err(Error::overlap((pair[0].local, end(&pair[0])), (pair[1].local, end(&pair[1]))));
         }
-        let mut copies = Self::new(allocate, runs.len(), bytes_by_group)?;
+        let mut copies = Self::new(advise, runs.len(), bytes_by_group)?;
         for run in runs {
             copies.push(run, run.regions.devices(geometries));
         }
@@ -119,7 +119,7 @@ pub(crate) fn refuse_overlap<'a>(lists: impl Iterator<Item = &'a [Descriptor]>) 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::request::bound::ALLOCATE;
+    use crate::bytes::rows::NO_ADVICE;
 
     fn run(local: u64, remote: u64, len: u64, region: u16) -> ByteRun {
         ByteRun { local, remote, len, regions: RegionPair { local: region, remote: 0 }, group: 0 }
@@ -127,7 +127,7 @@ mod tests {
 
     #[test]
     fn a_copy_goes_on_only_where_both_sides_and_the_region_do() {
-        let mut copies = Copies::new(ALLOCATE, 4, vec![0; 2]).expect("memory");
+        let mut copies = Copies::new(NO_ADVICE, 4, vec![0; 2]).expect("memory");
         let runs = [run(0, 100, 8, 0), run(8, 108, 8, 0), run(16, 200, 8, 0), run(24, 208, 8, 1)];
         let mut new = Vec::new();
         for (index, one) in runs.into_iter().enumerate() {

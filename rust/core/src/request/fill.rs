@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The pieces of pages, repeated for a request's block pairs, once for all places with equal layouts.
+use crate::bytes::rows::NO_ADVICE;
 use crate::error::Result;
 use crate::pairing::group_pair::{CopyTemplate, Geometries};
 use crate::pairing::page_pair::{PagePieces, Place};
@@ -173,14 +174,14 @@ impl Table {
         let is_in_order =
             filled.is_sorted_by(|(one, _), (next, _)| one.1 <= next.0) && pages.iter().all(PageRuns::is_disjoint);
         if !is_in_order {
-            let mut runs = room(count)?;
+            let mut runs = room(count, NO_ADVICE)?;
             runs.extend(
                 self.places.iter().flat_map(|place| pages[place.page_pair].runs.iter().map(|run| run.at(place))),
             );
             drop(pages);
-            return Copies::from_runs(runs, geometries, budget.allocate, bytes);
+            return Copies::from_runs(runs, geometries, budget.advise, bytes);
         }
-        let mut copies = Copies::new(budget.allocate, count, bytes)?;
+        let mut copies = Copies::new(budget.advise, count, bytes)?;
         for (_, place) in filled {
             pages[place.page_pair].append(place, geometries, &mut copies);
         }

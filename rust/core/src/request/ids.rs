@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Requests as ids into a plan's views.
-use crate::bytes::rows::Descriptor;
+use crate::bytes::rows::{Advise, Descriptor, NO_ADVICE};
 use crate::error::{Error, Result};
 use crate::geometry::types::KernelBlockId;
 use crate::pairing::group_pair::CopyTemplate;
 use crate::pairing::plan::Plan;
 use crate::pairing::view_table::{Entry, PairCut, ViewPair, ViewTable};
 use crate::request::block_pairs::{PackedPair, Pairs, count_runs, is_each_local_block_once, sort};
-use crate::request::bound::{ALLOCATE, Budget, room};
+use crate::request::bound::{Budget, room};
 use crate::request::checked::CheckedRequest;
 use crate::request::pairs_by_cut::PairsByCut;
 use crate::request::span::Span;
@@ -33,22 +33,33 @@ impl Plan {
     /// The request as ids into the views of each source. Views have whole kernel blocks, so the last block is moved
     /// whole.
     pub fn ids(&self, num_tokens: u64, local: &[Span], remote: &[Vec<Span>]) -> Result<Transfer<Ids>> {
+        self.ids_in(NO_ADVICE, num_tokens, local, remote)
+    }
+
+    /// The same; `advise` is given the addresses of the ids before they are written.
+    pub fn ids_in(
+        &self,
+        advise: Advise,
+        num_tokens: u64,
+        local: &[Span],
+        remote: &[Vec<Span>],
+    ) -> Result<Transfer<Ids>> {
         let request = self.check(num_tokens, local, remote, TailPolicy::Whole)?;
         let zero = self.zero(&request)?;
         let mut reads: Vec<Ids> = Vec::new();
         let mut is_disjoint = true;
-        let mut budget = self.budget(ALLOCATE, zero.len());
+        let mut budget = self.budget(advise, zero.len());
         for source in self.sources() {
             let filled = self.fill_views(&request, source, budget)?;
             budget.made += filled.num_ids as u64;
             is_disjoint &= reads.is_empty() && filled.is_surely_disjoint(&zero);
             if filled.num_ids > 0 {
-                reads.push(filled.ids(source)?);
+                reads.push(filled.ids(source, advise)?);
             }
         }
         if !is_disjoint && !self.is_each_block_once(&request) {
             // Several sources, interleaved views, or an overlap: every written range must be checked separately.
-            self.reads(&request, &zero, ALLOCATE)?;
+            self.reads(&request, &zero, NO_ADVICE)?;
         }
         Ok(Transfer::new(reads, zero, &request))
     }
@@ -136,8 +147,9 @@ impl<'a> FilledViews<'a> {
     }
 
     /// For each pair of views in turn, the ids of its blocks, from the id of block 0 on.
-    fn ids(&self, source: usize) -> Result<Ids> {
-        let mut ids = Ids { source, local: room(self.num_ids)?, remote: room(self.num_ids)?, ..Ids::default() };
+    fn ids(&self, source: usize, advise: Advise) -> Result<Ids> {
+        let room = || room(self.num_ids, advise);
+        let mut ids = Ids { source, local: room()?, remote: room()?, ..Ids::default() };
         let columns: Vec<IdColumns> = self.gathered.iter().map(|pairs| IdColumns::of(pairs)).collect();
         for pair in &self.views.pairs {
             ids.append_blocks(pair, &columns[pair.filled_by]);
@@ -232,7 +244,7 @@ mod tests {
         };
         let packed = |(local, remote)| PackedPair::new(KernelBlockId(local), KernelBlockId(remote));
         let filled = FilledViews::new(&table, vec![[(2, 5), (3, 6), (7, 1)].map(packed).to_vec()]);
-        let ids = filled.ids(3).expect("there is memory");
+        let ids = filled.ids(3, NO_ADVICE).expect("there is memory");
         assert_eq!(ids.local, [2, 3, 7, 12, 13, 17]);
         assert_eq!(ids.remote, [105, 106, 101, 205, 206, 201]);
         // Blocks 2 and 3 are one run of the dense pair; the other pair has three descriptors.

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! One request: the reads from each source, and the ranges to zero before.
-use crate::bytes::rows::Descriptor;
+use crate::bytes::rows::{Advise, Descriptor, NO_ADVICE};
 use crate::error::Result;
 use crate::geometry::sharing::no_block_twice;
 use crate::pairing::plan::Plan;
-use crate::request::bound::{ALLOCATE, Allocate};
 use crate::request::checked::CheckedRequest;
 use crate::request::copies::{Copies, refuse_overlap};
 use crate::request::span::Span;
@@ -46,27 +45,27 @@ impl Plan {
     /// `local` has a span for each local group, with the blocks to fill. `remote` has, for each source, a span for each
     /// of its groups; a single entry is used for all sources.
     pub fn transfer(&self, num_tokens: u64, local: &[Span], remote: &[Vec<Span>]) -> Result<Transfer> {
-        self.transfer_in(ALLOCATE, num_tokens, local, remote)
+        self.transfer_in(NO_ADVICE, num_tokens, local, remote)
     }
 
-    /// The same, with descriptors allocated by `allocate`.
+    /// The same; `advise` is given the addresses of the descriptors before they are written.
     pub fn transfer_in(
         &self,
-        allocate: Allocate,
+        advise: Advise,
         num_tokens: u64,
         local: &[Span],
         remote: &[Vec<Span>],
     ) -> Result<Transfer> {
         let request = self.check(num_tokens, local, remote, TailPolicy::Cheapest)?;
         let zero = self.zero(&request)?;
-        let reads = self.reads(&request, &zero, allocate)?;
+        let reads = self.reads(&request, &zero, advise)?;
         Ok(Transfer::new(reads, zero, &request))
     }
 
     /// The copies of every source. Fails if a byte is written twice, also by `zero`.
-    pub(crate) fn reads(&self, request: &CheckedRequest, zero: &[Descriptor], allocate: Allocate) -> Result<Vec<Read>> {
+    pub(crate) fn reads(&self, request: &CheckedRequest, zero: &[Descriptor], advise: Advise) -> Result<Vec<Read>> {
         let mut reads: Vec<Read> = Vec::new();
-        let mut budget = self.budget(allocate, zero.len());
+        let mut budget = self.budget(advise, zero.len());
         for (index, source) in self.sources.iter().enumerate() {
             let by_pair = self.block_pairs(request, index)?;
             let copies = source.table.copies(&self.geometries(index), by_pair, budget)?;

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use crate::bytes::pieces::TokenCut;
-use crate::bytes::rows::Descriptor;
+use crate::bytes::rows::{Descriptor, NO_ADVICE};
 use crate::error::Result;
 use crate::geometry::ranges::Interval;
 use crate::geometry::types::{KernelBlockId, Kind};
@@ -11,7 +11,6 @@ use crate::pairing::group_pair::{Geometries, GroupPair};
 use crate::pairing::plan::Plan;
 use crate::pairing::table::Table;
 use crate::request::block_pairs::{BlockPair, visit_pairs};
-use crate::request::bound::ALLOCATE;
 use crate::request::checked::{CheckedRequest, state_block};
 use crate::request::copies::refuse_overlap;
 use crate::request::pairs_by_cut::PairsByCut;
@@ -39,7 +38,7 @@ impl Plan {
     fn ranges(&self, table: &Table, blocks: impl Fn(&GroupPair) -> PairsByCut) -> Result<Vec<Descriptor>> {
         let by_pair: Vec<PairsByCut> = table.group_pairs.iter().map(blocks).collect();
         let geometries = Geometries { local: &self.local, remote: &self.local };
-        Ok(table.copies(&geometries, by_pair, self.budget(ALLOCATE, 0))?.local)
+        Ok(table.copies(&geometries, by_pair, self.budget(NO_ADVICE, 0))?.local)
     }
 
     /// Blocks of a group with the tokens before and after the moved tokens.
