@@ -62,7 +62,7 @@ def orders(draw: st.DrawFn) -> dict[str, Any]:
     each = st.lists(st.integers(0, 5), min_size=groups, max_size=groups)
     member = st.integers(0, groups - 1)
     views = draw(st.lists(member | st.lists(member, max_size=3).map(tuple), max_size=5))
-    ratios = draw(st.lists(st.sampled_from([1, 2, 3, 4, 5, 8, 16, 33]), min_size=groups, max_size=groups))
+    ratios = draw(st.lists(st.integers(1, 17) | st.just(33), min_size=groups, max_size=groups))
     return {
         "keep": draw(each),
         "view_counts": [30 * max(ratios) + draw(st.integers(0, 40)) for _ in views],

@@ -96,20 +96,23 @@ fn find_outside<T: Copy + Into<i64>>(ids: &[T], limit: u64) -> Option<(usize, i6
 }
 
 fn expand_into<T: Copy + Into<i64>>(ids: &[T], ratio: i32, out: &mut Out<'_, i32>) {
-    match ratio {
-        1 => out.extend(ids.iter().map(|&id| id.into() as i32)),
-        2 => expand_each::<T, 2>(ids, out),
-        3 => expand_each::<T, 3>(ids, out),
-        4 => expand_each::<T, 4>(ids, out),
-        8 => expand_each::<T, 8>(ids, out),
-        16 => expand_each::<T, 16>(ids, out),
-        _ => {
-            for &id in ids {
-                let first = (id.into() as i32).wrapping_mul(ratio);
-                out.extend((0..ratio).map(|kernel| first.wrapping_add(kernel)));
+    /// Has a separate loop for each of some ratios. The loop for any ratio begins anew at each block, which takes
+    /// longer than to write so few ids.
+    macro_rules! expand {
+        ($($known:literal)*) => {
+            match ratio {
+                1 => out.extend(ids.iter().map(|&id| id.into() as i32)),
+                $($known => expand_each::<T, $known>(ids, out),)*
+                _ => {
+                    for &id in ids {
+                        let first = (id.into() as i32).wrapping_mul(ratio);
+                        out.extend((0..ratio).map(|kernel| first.wrapping_add(kernel)));
+                    }
+                }
             }
-        }
+        };
     }
+    expand!(2 3 4 5 6 7 8 9 10 11 12 13 14 15 16);
 }
 
 /// Appends so many kernel blocks of each block: a number that the compiler knows is written several at once.
