@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -254,6 +256,44 @@ def test_memory_that_is_read_is_not_written() -> None:
     assert lowlevel.expand_blocks(memory[:3], 1, out=memory[3:]).tolist() == [1, 2, 3]
     # Every second entry was copied before a byte is written.
     assert lowlevel.expand_blocks(memory[::2], 1, out=memory[:3]).tolist() == [1, 3, 2]
+
+
+def test_views_that_are_read_are_not_written() -> None:
+    memory = np.array([8, 4, 0, 16, 2, 77, 77], np.uint64)
+    for out in (memory[:6], memory[1:]):
+        with pytest.raises(RequestError, match="shares memory"):
+            lowlevel.expand_views(memory[:5].reshape(1, 5), out=out.reshape(2, 3))
+    assert memory.tolist() == [8, 4, 0, 16, 2, 77, 77]
+
+
+@pytest.mark.parametrize("out", [None, np.empty((100_000, 3), np.uint64)], ids=["new", "given"])
+def test_another_thread_runs_while_rows_are_written(out: NDArray[np.uint64] | None) -> None:
+    views = np.array([[8, 4, 0, 16, 100_000]], np.uint64)
+    turn, done = threading.Semaphore(0), threading.Semaphore(0)
+    writing = False
+    seen: list[bool] = []
+
+    def watch() -> None:
+        while True not in seen:
+            turn.acquire()
+            seen.append(writing)
+            done.release()
+
+    before = sys.getswitchinterval()
+    # The watcher runs only when this thread releases the interpreter: in the call, or else after it.
+    sys.setswitchinterval(1000)
+    try:
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        while True not in seen:
+            writing = True
+            turn.release()
+            lowlevel.expand_views(views, out=out)
+            writing = False
+            done.acquire()
+    finally:
+        sys.setswitchinterval(before)
+    watcher.join()
 
 
 # --- Python code that runs while arguments are read ------------------------------------------------------------------

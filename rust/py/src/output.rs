@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Results in new arrays, or in arrays that the caller gives.
-#![allow(unsafe_code, reason = "slices of arrays, used while this thread holds the interpreter and runs no Python")]
 use std::ops::Range;
 
 use kvhma_core::lowlevel::block_ids::BlockIds;
 use kvhma_core::lowlevel::out::Out;
 use numpy::ndarray::Dimension;
 use numpy::{
-    Element, IntoPyArray, Ix1, Ix2, PyArray, PyArray1, PyArray2, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods,
+    BorrowError, Element, IntoPyArray, Ix1, Ix2, PyArray, PyArray1, PyArray2, PyArrayMethods, PyReadwriteArray,
+    PyUntypedArray, PyUntypedArrayMethods,
 };
 use pyo3::prelude::*;
 use pyo3::types::PySlice;
@@ -18,7 +18,8 @@ use crate::error::{OrRaise, type_error};
 
 /// The ids that `write` gives: in a new array, or in the front of `out`, of which they are a view.
 ///
-/// `read` has the ids that `write` reads. No Python code runs from its call until the ids are written.
+/// `read` has the ids that `write` reads. No Python code runs from its call until the ids are written: this thread holds
+/// the interpreter, because another thread could change the arrays of ids after they were checked.
 pub(crate) fn column_into<'a, 'py, R>(
     py: Python<'py>,
     out: Option<&Bound<'py, PyAny>>,
@@ -31,9 +32,9 @@ pub(crate) fn column_into<'a, 'py, R>(
         let result = read().map(|tables| write(&tables, &mut new)).ok_or_else(changed)?.or_raise(py)?;
         return Ok((new.into_new().unwrap_or_default().into_pyarray(py), result));
     };
-    let array = writable::<i32, Ix1>(given, "an int32 array of shape (n,)")?;
-    // SAFETY: it is writable, and no other code runs while the slice is used.
-    let memory = unsafe { array.as_slice_mut() }.map_err(|_| wrong(given, "an int32 array of shape (n,)"))?;
+    let form = "an int32 array of shape (n,)";
+    let mut array = writable::<i32, Ix1>(given, form)?;
+    let memory = array.as_slice_mut().map_err(|_| wrong(given, form))?;
     let tables = read().ok_or_else(changed)?;
     let written = memory.as_ptr_range();
     if tables.iter().any(|ids| ids.overlaps(written.start as usize..written.end as usize)) {
@@ -45,6 +46,9 @@ pub(crate) fn column_into<'a, 'py, R>(
 }
 
 /// The rows that `write` gives: in a new array, or in the front of `out`, of which they are a view.
+///
+/// `write` reads nothing of Python's, so other threads run meanwhile. `out` is borrowed until it is written: two calls
+/// cannot write it at once. As with numpy's own `out=`, no other code may use it before the call returns.
 pub(crate) fn rows_into<'py, const N: usize>(
     py: Python<'py>,
     out: Option<&Bound<'py, PyAny>>,
@@ -56,32 +60,36 @@ pub(crate) fn rows_into<'py, const N: usize>(
         return rows(py, new.into_new().unwrap_or_default());
     };
     let form = format!("a uint64 array of shape (n, {N})");
-    let array = writable::<u64, Ix2>(given, &form)?;
+    let mut array = writable::<u64, Ix2>(given, &form)?;
     if array.shape()[1] != N {
         return Err(wrong(given, &form));
     }
-    // SAFETY: it is writable, and no other code runs while the slice is used.
-    let memory = unsafe { array.as_slice_mut() }.map_err(|_| wrong(given, &form))?;
+    let memory = array.as_slice_mut().map_err(|_| wrong(given, &form))?;
     let mut memory = Out::Given(as_rows(memory), 0);
-    write(&mut memory).or_raise(py)?;
+    py.detach(|| write(&mut memory)).or_raise(py)?;
     front(given, memory.len())
 }
 
+#[allow(unsafe_code, reason = "numbers as rows, before Rust 1.88 has `as_chunks_mut`")]
 fn as_rows<const N: usize>(numbers: &mut [u64]) -> &mut [[u64; N]] {
     // SAFETY: the rows follow each other inside of the slice, which is borrowed as long as they are.
     unsafe { std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast(), numbers.len() / N) }
 }
 
-fn writable<'a, 'py, T: Element, D: Dimension>(
-    given: &'a Bound<'py, PyAny>,
+fn writable<'py, T: Element, D: Dimension>(
+    given: &Bound<'py, PyAny>,
     form: &str,
-) -> PyResult<&'a Bound<'py, PyArray<T, D>>> {
+) -> PyResult<PyReadwriteArray<'py, T, D>> {
     let array = given.cast::<PyArray<T, D>>().map_err(|_| wrong(given, form))?;
     if !array.is_c_contiguous() {
         return Err(wrong(given, form));
     }
-    array.try_readwrite().map_err(|_| type_error(given.py(), "out", "", "is read-only"))?;
-    Ok(array)
+    array.try_readwrite().map_err(|error| match error {
+        BorrowError::AlreadyBorrowed => {
+            type_error(given.py(), "out", "", "is in use by another call, or shares memory with an array that is read")
+        }
+        _ => type_error(given.py(), "out", "", "is read-only"),
+    })
 }
 
 fn wrong(given: &Bound<'_, PyAny>, form: &str) -> PyErr {
@@ -96,5 +104,8 @@ fn front<'py, A: PyTypeCheck>(given: &Bound<'py, PyAny>, filled: usize) -> PyRes
 pub(crate) fn part<'py>(array: &Bound<'py, PyAny>, entries: Range<usize>) -> PyResult<Bound<'py, PyAny>> {
     let py = array.py();
     let slice = PySlice::new(py, entries.start as isize, entries.end as isize, 1);
+    if array.is_exact_instance_of::<PyUntypedArray>() {
+        return array.get_item(slice);
+    }
     PyUntypedArray::type_object(py).call_method1("__getitem__", (array, slice))
 }
