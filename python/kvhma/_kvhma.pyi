@@ -668,7 +668,7 @@ class DescriptorOrder:
     """The ids of requests in one list of descriptors: which views the list has, and which blocks move.
 
     It does what `clip_blocks`, `expand_blocks` and `descriptor_ids` do one after the other, in one call for a request
-    or for a batch, and reads the views once.
+    or for a batch, and reads the views once. A block that a table lists twice has its ids twice, as in vLLM.
 
     Args:
         keep: for each group, number of trailing blocks to select, 0 for all (see `window_blocks`).
@@ -721,7 +721,8 @@ class DescriptorOrder:
         """Return the ids of several requests, one after the other, and where those of each begin.
 
         Args:
-            block_tables: for each group an array of integers of shape (requests, columns), as vLLM's workers have.
+            block_tables: for each group an array of integers of shape (requests, columns), as vLLM's workers have. Rows
+                of int32 or int64 are read in place; of another type or in Fortran order, they are copied as int64.
             num_blocks: for each group the number of entries of each row.
             out: an int32 array of shape (n,) for the ids, which fill it from its front; None for a new array.
 

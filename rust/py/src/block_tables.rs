@@ -10,11 +10,11 @@ use kvhma_core::Error;
 use kvhma_core::lowlevel::block_ids::BlockIds;
 use kvhma_core::lowlevel::ids::Clip;
 use numpy::ndarray::Axis;
-use numpy::{Element, PyArray1, PyArray2, PyArrayDescrMethods, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
+use numpy::{Element, PyArray2, PyArrayDescrMethods, PyArrayMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyList};
 
-use crate::convert::{array_error, nulls_in_list, read_ids, read_list, read_u64s};
+use crate::convert::{array_error, array_ids, nulls_in_list, read_ids, read_list, read_u64s};
 use crate::error::{raise, type_error};
 
 /// The ids of one table, or those of them that move.
@@ -50,7 +50,7 @@ impl<'py> Ids<'py> {
             return Ok(Self { stored: Stored::Read(live), clip: ALL, null_block: None });
         }
         let stored = match table.cast::<PyUntypedArray>() {
-            Ok(array) if slice(array).is_some() => Stored::Array(array.clone()),
+            Ok(array) if ids_of(array).is_some() => Stored::Array(array.clone()),
             _ => Stored::Read(read_ids(what, table)?),
         };
         Ok(Self { stored, clip, null_block })
@@ -59,7 +59,7 @@ impl<'py> Ids<'py> {
     /// Which entries of its array or sequence they are, and the ids.
     pub(crate) fn get(&self) -> Option<(Range<usize>, BlockIds<'_>)> {
         let all = match &self.stored {
-            Stored::Array(array) => slice(array)?,
+            Stored::Array(array) => ids_of(array)?,
             Stored::Read(ids) => BlockIds::Wide(ids),
         };
         let entries = self.clip.entries(all.len(), all.leading(self.null_block));
@@ -67,16 +67,9 @@ impl<'py> Ids<'py> {
     }
 }
 
-/// The ids of an array that has them one after the other in memory, in the form that the core reads.
-fn slice<'a>(array: &'a Bound<'_, PyUntypedArray>) -> Option<BlockIds<'a>> {
-    let narrow = array.cast::<PyArray1<i32>>().ok();
-    // SAFETY: no other code runs while the slice is used, see above.
-    if let Some(ids) = narrow.and_then(|ids| unsafe { ids.as_slice() }.ok()) {
-        return Some(BlockIds::Narrow(ids));
-    }
-    let wide = array.cast::<PyArray1<i64>>().ok();
-    // SAFETY: as above.
-    wide.and_then(|ids| unsafe { ids.as_slice() }.ok()).map(BlockIds::Wide)
+fn ids_of<'a>(array: &'a Bound<'_, PyUntypedArray>) -> Option<BlockIds<'a>> {
+    // SAFETY: no other code runs while the ids are used, see above.
+    unsafe { array_ids(array) }
 }
 
 /// The tables of several requests: row after row of a matrix, of which each has some entries.
@@ -114,15 +107,16 @@ impl<'py> Table<'py> {
     }
 
     /// The ids of each request that move; None if the matrix was changed after it was read.
-    pub(crate) fn rows(&self, clip: Clip, null_block: Option<i64>) -> Option<Vec<BlockIds<'_>>> {
-        let clipped = |ids: BlockIds<'_>| clip.entries(ids.len(), ids.leading(null_block));
-        let row = |(request, &length): (usize, &usize)| {
-            let ids = row::<i32>(&self.matrix, request).map(BlockIds::Narrow);
-            let ids = ids.or_else(|| row::<i64>(&self.matrix, request).map(BlockIds::Wide))?;
+    pub(crate) fn rows<'a>(&'a self, clip: Clip, null_block: Option<i64>) -> Option<Vec<BlockIds<'a>>> {
+        let live = |(ids, &length): (BlockIds<'a>, &usize)| {
             let ids = (length <= ids.len()).then(|| ids.slice(0..length))?;
-            Some(ids.slice(clipped(ids)))
+            Some(ids.slice(clip.entries(length, ids.leading(null_block))))
         };
-        self.lengths.iter().enumerate().map(row).collect()
+        let (lengths, matrix) = (&self.lengths, &self.matrix);
+        match rows_of::<i32>(matrix, lengths.len()) {
+            Some(rows) => rows.map(BlockIds::Narrow).zip(lengths).map(live).collect(),
+            None => rows_of::<i64>(matrix, lengths.len())?.map(BlockIds::Wide).zip(lengths).map(live).collect(),
+        }
     }
 }
 
@@ -136,10 +130,9 @@ fn converted<'py>(array: &Bound<'py, PyUntypedArray>, lengths: &[usize]) -> PyRe
     let wide = array.get_item((all, columns))?.call_method("astype", ("int64",), Some(&order))?;
     let wide = wide.cast_into::<PyUntypedArray>()?;
     if array.dtype().kind() == b'u' {
-        let negative = |(request, &length): (usize, &usize)| {
-            row::<i64>(&wide, request)?.iter().take(length).find(|&&id| id < 0).copied()
-        };
-        if let Some(id) = lengths.iter().enumerate().find_map(negative) {
+        let mut rows = rows_of::<i64>(&wide, lengths.len()).into_iter().flatten().zip(lengths);
+        let negative = |(row, &length): (&[i64], &usize)| row[..length].iter().find(|&&id| id < 0).copied();
+        if let Some(id) = rows.find_map(negative) {
             return Err(type_error(py, "block_tables", &(id as u64).to_string(), "is not an integer of 64 bits"));
         }
     }
@@ -152,11 +145,15 @@ fn has_rows<T: Element>(matrix: &Bound<'_, PyUntypedArray>) -> bool {
         && (matrix.shape()[1] < 2 || matrix.strides()[1] == size_of::<T>() as isize)
 }
 
-fn row<'a, T: Element>(matrix: &'a Bound<'_, PyUntypedArray>, index: usize) -> Option<&'a [T]> {
-    if !has_rows::<T>(matrix) || index >= matrix.shape()[0] {
+/// The rows of a matrix, if it has so many, and the entries of each one after the other in memory.
+fn rows_of<'a, T: Element + 'a>(
+    matrix: &'a Bound<'_, PyUntypedArray>,
+    count: usize,
+) -> Option<impl Iterator<Item = &'a [T]> + use<'a, T>> {
+    if !has_rows::<T>(matrix) || matrix.shape()[0] != count {
         return None;
     }
-    let typed = matrix.cast::<PyArray2<T>>().ok()?;
-    // SAFETY: no other code runs while the row is used, see above.
-    unsafe { typed.as_array() }.index_axis_move(Axis(0), index).to_slice()
+    // SAFETY: no other code runs while the rows are used, see above.
+    let all = unsafe { matrix.cast::<PyArray2<T>>().ok()?.as_array() };
+    Some((0..count).map(move |row| all.index_axis_move(Axis(0), row).to_slice().unwrap_or_default()))
 }

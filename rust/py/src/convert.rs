@@ -2,14 +2,17 @@
 //! Block ids and numbers of any accepted form, read in one pass.
 use std::ops::Range;
 
+use kvhma_core::lowlevel::block_ids::BlockIds;
 use kvhma_core::{Descriptor, Span};
+use numpy::ndarray::Array2;
 use numpy::{
     IntoPyArray, PyArray1, PyArray2, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2,
     PyUntypedArray, PyUntypedArrayMethods,
 };
-use pyo3::ffi;
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyInt, PyList, PySequence, PyString, PyTuple};
+use pyo3::{Borrowed, ffi};
 
 use crate::error::type_error;
 
@@ -54,15 +57,35 @@ pub(crate) fn read_ids(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i64
     (0..length).map(|index| read_item(what, &sequence.get_item(index)?)).collect()
 }
 
+/// The ids of an array with one dimension that has them one after the other in memory, in the form that the core reads.
+///
+/// # Safety
+///
+/// No other code runs while the ids are used.
+#[allow(unsafe_code, reason = "slices of arrays, used while this thread holds the interpreter and runs no Python")]
+pub(crate) unsafe fn array_ids<'a>(array: &'a Bound<'_, PyUntypedArray>) -> Option<BlockIds<'a>> {
+    let dtype = array.dtype();
+    if array.ndim() != 1 || dtype.kind() != b'i' || dtype.byteorder() != b'=' {
+        return None;
+    }
+    // SAFETY: the array has the dimension and the type that are named, and no other code runs.
+    match dtype.itemsize() {
+        4 => unsafe { array.cast_unchecked::<PyArray1<i32>>().as_slice() }.ok().map(BlockIds::Narrow),
+        8 => unsafe { array.cast_unchecked::<PyArray1<i64>>().as_slice() }.ok().map(BlockIds::Wide),
+        _ => None,
+    }
+}
+
+#[allow(unsafe_code, reason = "as `array_ids`")]
 fn read_array(what: &str, array: &Bound<'_, PyUntypedArray>) -> PyResult<Vec<i64>> {
     check_array(what, array)?;
-    if let Ok(ids) = array.extract::<PyReadonlyArray1<'_, i32>>() {
-        return Ok(ids.as_array().iter().map(|&id| id.into()).collect());
+    // SAFETY: the slice is copied at once.
+    match unsafe { array_ids(array) } {
+        Some(BlockIds::Narrow(ids)) => return Ok(ids.iter().map(|&id| id.into()).collect()),
+        Some(BlockIds::Wide(ids)) => return Ok(ids.to_vec()),
+        None => {}
     }
-    if let Ok(ids) = array.extract::<PyReadonlyArray1<'_, i64>>() {
-        return Ok(ids.as_array().to_vec());
-    }
-    // Other widths and byte orders: numpy converts them.
+    // Other widths, byte orders and steps: numpy converts them.
     if array.is_empty() || array.dtype().kind() == b'i' {
         let ids = array.call_method1("astype", ("int64",)).map_err(|_| array_error(what, array, 1))?;
         return Ok(ids.extract::<PyReadonlyArray1<'_, i64>>()?.as_array().to_vec());
@@ -125,22 +148,39 @@ pub(crate) fn nulls_in_list(what: &str, list: &Bound<'_, PyList>, start: usize, 
 #[allow(unsafe_code, reason = "a borrowed item of a list, read while this thread holds the interpreter")]
 #[inline]
 fn read_entry(what: &str, list: &Bound<'_, PyList>, index: usize) -> PyResult<Option<i64>> {
-    // SAFETY: an index past the end returns null and an exception. The borrowed item is used at once, and converting an
-    // exact int runs no Python code that could drop it.
-    let value = unsafe {
+    // SAFETY: an index past the end returns null and an exception. The borrowed item is used at once, and reading it
+    // runs no Python code that could drop it.
+    let item = unsafe {
         let item = ffi::PyList_GetItem(list.as_ptr(), index as ffi::Py_ssize_t);
-        if item.is_null() {
-            PyErr::take(list.py());
-            return Ok(None);
+        Borrowed::from_ptr_or_opt(list.py(), item)
+    };
+    let Some(item) = item else {
+        PyErr::take(list.py());
+        return Ok(None);
+    };
+    match exact_int(&item) {
+        Some(value) => Ok(Some(value)),
+        None => read_item(what, &list.get_item(index)?).map(Some),
+    }
+}
+
+/// An exact int of 64 bits, read without running Python code; None for anything else, and for -1.
+#[allow(unsafe_code, reason = "the C API's conversion of an exact int")]
+#[inline]
+fn exact_int(item: &Bound<'_, PyAny>) -> Option<i64> {
+    // SAFETY: the item is an int, and this thread holds the interpreter.
+    let value = unsafe {
+        if ffi::PyLong_CheckExact(item.as_ptr()) == 0 {
+            return None;
         }
-        if ffi::PyLong_CheckExact(item) != 0 { ffi::PyLong_AsLongLong(item) } else { -1 }
+        ffi::PyLong_AsLongLong(item.as_ptr())
     };
     if value == -1 {
-        // Also the result of an overflow; the slow path distinguishes a real -1, an overflow and other types.
-        PyErr::take(list.py());
-        return read_item(what, &list.get_item(index)?).map(Some);
+        // Also the result of an overflow. The slow path distinguishes it.
+        PyErr::take(item.py());
+        return None;
     }
-    Ok(Some(value))
+    Some(value)
 }
 
 /// Lists of ids, one for each group.
@@ -165,14 +205,18 @@ pub(crate) fn read_rows(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<De
 
 /// Unsigned numbers of 64 bits: a list or an array of integers.
 pub(crate) fn read_u64s(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
-    if let Ok(array) = value.extract::<PyReadonlyArray1<'_, u64>>() {
+    let array = value.cast::<PyUntypedArray>().ok();
+    if let Some(array) = array.and_then(|array| array.extract::<PyReadonlyArray1<'_, u64>>().ok()) {
         return Ok(array.as_array().to_vec());
     }
-    items(what, value)?.iter().map(|item| read_u64(what, item)).collect()
+    collect(items(what, value)?.iter().map(|item| read_u64(what, item)))
 }
 
 /// One unsigned number of 64 bits.
 pub(crate) fn read_u64(what: &str, item: &Bound<'_, PyAny>) -> PyResult<u64> {
+    if let Some(number) = exact_int(item).and_then(|number| u64::try_from(number).ok()) {
+        return Ok(number);
+    }
     let number = if is_bool(item) { None } else { item.extract::<u64>().ok() };
     number.ok_or_else(|| {
         let is_int = item.is_instance_of::<PyInt>() && !is_bool(item);
@@ -182,6 +226,9 @@ pub(crate) fn read_u64(what: &str, item: &Bound<'_, PyAny>) -> PyResult<u64> {
 
 /// The items of a list, tuple or array.
 pub(crate) fn items<'py>(what: &str, value: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    if let Ok(list) = value.cast_exact::<PyList>() {
+        return Ok(list.iter().collect());
+    }
     let iterable =
         value.cast::<PyList>().is_ok() || value.cast::<PyTuple>().is_ok() || value.cast::<PyUntypedArray>().is_ok();
     if !iterable {
@@ -189,6 +236,15 @@ pub(crate) fn items<'py>(what: &str, value: &Bound<'py, PyAny>) -> PyResult<Vec<
     }
     // An array without a dimension has no items.
     value.try_iter().map_err(|_| type_error(value.py(), what, &typed(value), "is not a list"))?.collect()
+}
+
+/// Collects results in memory that is allocated once. `Iterator::collect` grows it, because a result may be an error.
+pub(crate) fn collect<T, E>(results: impl ExactSizeIterator<Item = Result<T, E>>) -> Result<Vec<T>, E> {
+    let mut all = Vec::with_capacity(results.len());
+    for result in results {
+        all.push(result?);
+    }
+    Ok(all)
 }
 
 fn as_pair<'py>(value: &Bound<'py, PyAny>) -> Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
@@ -203,7 +259,11 @@ fn read_span(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Span> {
     let Some((first, ids)) = as_pair(value) else {
         return Err(type_error(value.py(), what, &typed(value), "is not a Span(first, ids)"));
     };
-    Ok(Span { first: read_u64(&format!("{what}: first"), &first)?, ids: read_ids(what, &ids)? })
+    let first = match exact_int(&first).and_then(|first| u64::try_from(first).ok()) {
+        Some(first) => first,
+        None => read_u64(&format!("{what}: first"), &first)?,
+    };
+    Ok(Span { first, ids: read_ids(what, &ids)? })
 }
 
 /// A span for each group.
@@ -238,8 +298,9 @@ pub(crate) fn advise(addresses: Range<usize>) {
 
 /// Moves rows out as an array of shape `(n, N)`.
 pub(crate) fn rows<const N: usize>(py: Python<'_>, values: Vec<[u64; N]>) -> PyResult<Bound<'_, PyArray2<u64>>> {
-    let count = values.len();
-    values.into_flattened().into_pyarray(py).reshape([count, N])
+    let shape = [values.len(), N];
+    let rows = Array2::from_shape_vec(shape, values.into_flattened());
+    Ok(rows.map_err(|error| PyValueError::new_err(error.to_string()))?.into_pyarray(py))
 }
 
 /// Moves a vector out.

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Block ids in the order of vLLM's lists: arrays in, arrays out, and nothing copied that need not be.
+use std::rc::Rc;
+
 use kvhma_core::Error;
 use kvhma_core::lowlevel::block_ids::{self, BlockIds};
 use kvhma_core::lowlevel::id_order::IdOrder;
@@ -11,7 +13,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::block_tables::{Ids, Table};
-use crate::convert::{items, read_item, read_u64, read_u64s};
+use crate::convert::{collect, items, read_item, read_u64, read_u64s};
 use crate::error::{OrRaise, raise};
 use crate::output::{column_into, part};
 
@@ -137,7 +139,7 @@ pub(crate) fn descriptor_ids<'py>(
     out: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyArray1<i32>>> {
     let groups = items("block_ids", block_ids)?;
-    let ids = groups.iter().map(|group| Ids::read("block_ids", group)).collect::<PyResult<Vec<_>>>()?;
+    let ids = collect(groups.iter().map(|group| Ids::read("block_ids", group)))?;
     let order = read_order(&vec![1; ids.len()], view_counts, view_groups)?;
     Ok(column_into(py, out, || tables(&ids), |tables, out| order.write(tables, out))?.0)
 }
@@ -147,20 +149,23 @@ fn read_order(ratios: &[u64], view_counts: &Bound<'_, PyAny>, view_groups: &Boun
     let one = |value: &Bound<'_, PyAny>| {
         read_u64("view_groups", value).map(|group| usize::try_from(group).unwrap_or(usize::MAX))
     };
-    let members = items("view_groups", view_groups)?
-        .iter()
-        .map(|item| match item.cast::<PyTuple>() {
-            Ok(several) => several.iter().map(|group| one(&group)).collect(),
-            Err(_) => Ok(vec![one(item)?]),
-        })
-        .collect::<PyResult<Vec<_>>>()?;
+    let items = items("view_groups", view_groups)?;
+    let mut members: Vec<Rc<[usize]>> = Vec::with_capacity(items.len());
+    for (index, item) in items.iter().enumerate() {
+        members.push(match item.cast::<PyTuple>() {
+            // Most lists repeat one tuple, which cannot change.
+            Ok(_) if index > 0 && item.is(&items[index - 1]) => Rc::clone(&members[index - 1]),
+            Ok(several) => several.iter().map(|group| one(&group)).collect::<PyResult<_>>()?,
+            Err(_) => Rc::new([one(item)?]),
+        });
+    }
     IdOrder::new(ratios, &counts, &members).or_raise(view_counts.py())
 }
 
 /// The ids of requests in one list of descriptors: which views the list has, and which blocks move.
 ///
 /// It does what `clip_blocks`, `expand_blocks` and `descriptor_ids` do one after the other, in one call for a request
-/// or for a batch, and reads the views once.
+/// or for a batch, and reads the views once. A block that a table lists twice has its ids twice, as in vLLM.
 ///
 /// Args:
 ///     keep: for each group, number of trailing blocks to select, 0 for all (see `window_blocks`).
@@ -227,14 +232,15 @@ impl DescriptorOrder {
         let groups = items("block_ids", block_ids)?;
         self.check_groups(py, "block_ids", groups.len())?;
         let read = |(group, &clip)| Ids::read_clipped("block_ids", group, clip, self.null_block);
-        let ids = groups.iter().zip(&self.clips).map(read).collect::<PyResult<Vec<_>>>()?;
+        let ids = collect(groups.iter().zip(&self.clips).map(read))?;
         Ok(column_into(py, out, || tables(&ids), |tables, out| self.order.write(tables, out))?.0)
     }
 
     /// Return the ids of several requests, one after the other, and where those of each begin.
     ///
     /// Args:
-    ///     block_tables: for each group an array of integers of shape (requests, columns), as vLLM's workers have.
+    ///     block_tables: for each group an array of integers of shape (requests, columns), as vLLM's workers have. Rows
+    ///         of int32 or int64 are read in place; of another type or in Fortran order, they are copied as int64.
     ///     num_blocks: for each group the number of entries of each row.
     ///     out: an int32 array of shape (n,) for the ids, which fill it from its front; None for a new array.
     ///
@@ -280,5 +286,5 @@ impl DescriptorOrder {
 
 /// The ids of each table.
 fn tables<'a>(ids: &'a [Ids<'_>]) -> Option<Vec<BlockIds<'a>>> {
-    ids.iter().map(|ids| ids.get().map(|(_, ids)| ids)).collect()
+    collect(ids.iter().map(|ids| ids.get().map(|(_, ids)| ids).ok_or(()))).ok()
 }

@@ -27,7 +27,7 @@ struct OrderedGroup {
 impl IdOrder {
     /// `ratios[g]` are the kernel blocks of a block of group `g`, `counts[v]` is the number of entries of view `v`,
     /// `groups_of[v]` are the groups whose blocks it has.
-    pub fn new(ratios: &[u64], counts: &[u64], groups_of: &[Vec<usize>]) -> Result<Self> {
+    pub fn new(ratios: &[u64], counts: &[u64], groups_of: &[impl AsRef<[usize]>]) -> Result<Self> {
         if counts.len() != groups_of.len() {
             return Err(Error::count("groups of views", groups_of.len(), counts.len()));
         }
@@ -39,7 +39,7 @@ impl IdOrder {
         let mut segments = Vec::new();
         let mut start = 0u64;
         for (&count, members) in counts.iter().zip(groups_of) {
-            for &index in members {
+            for &index in members.as_ref() {
                 let Some(group) = groups.get_mut(index) else {
                     let expected = format!("there are {} groups", ratios.len());
                     return Err(Error::value("", "group of a view", index as i128, expected));
@@ -64,7 +64,8 @@ impl IdOrder {
             return Err(Error::count("tables", tables.len(), tables.len().next_multiple_of(groups)));
         }
         let requests = || tables.chunks(groups);
-        let mut offsets = vec![0];
+        let mut offsets = Vec::with_capacity(1 + tables.len() / groups);
+        offsets.push(0);
         let mut total = 0u64;
         for request in requests() {
             total = total.saturating_add(self.count(request));
@@ -74,7 +75,17 @@ impl IdOrder {
             return Err(Error::overflow("ids", format!("{total} ids"), 31));
         }
         out.reserve(total as usize)?;
-        requests().try_for_each(|request| self.write_request(request, out))?;
+        let mut kernel = Vec::with_capacity(groups);
+        for request in requests() {
+            kernel.clear();
+            for (index, (group, &ids)) in self.groups.iter().zip(request).enumerate() {
+                kernel.push(group.kernel_blocks(index, ids)?);
+            }
+            for &(group, start) in &self.segments {
+                // Every id is below its view's entries, and the entries of all views fit int32.
+                out.extend(kernel[group].iter().map(|&id| id.wrapping_add(start)));
+            }
+        }
         Ok(offsets)
     }
 
@@ -84,21 +95,6 @@ impl IdOrder {
             (ids.len() as u64).saturating_mul(group.ratio).saturating_mul(group.views)
         };
         self.groups.iter().zip(request).map(ids).fold(0, u64::saturating_add)
-    }
-
-    fn write_request(&self, request: &[BlockIds<'_>], out: &mut Out<'_, i32>) -> Result<()> {
-        let kernel: Vec<_> = self
-            .groups
-            .iter()
-            .zip(request)
-            .enumerate()
-            .map(|(index, (group, &ids))| group.kernel_blocks(index, ids))
-            .collect::<Result<_>>()?;
-        for &(group, start) in &self.segments {
-            // Every id is below its view's entries, and the entries of all views fit int32.
-            out.extend(kernel[group].iter().map(|&id| id.wrapping_add(start)));
-        }
-        Ok(())
     }
 }
 
