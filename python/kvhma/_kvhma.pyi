@@ -482,7 +482,7 @@ def clip_blocks(
 
     Returns:
         For each group the selected ids, in their order: of an array a view of it, of a list an int32 array. Of a list
-        only the selected entries are read, and those at the front up to the first that is no null block.
+        only the selected entries are read, and null blocks at the front if the first selected one would be one.
 
     Raises:
         RequestError: lists of different length or of the wrong type.

@@ -156,9 +156,12 @@ def test_the_selected_blocks_of_a_list_are_an_array_of_their_own() -> None:
 
 
 def test_what_is_not_selected_of_a_list_is_not_read() -> None:
-    assert lowlevel.clip_blocks([[0, 7, "unread", 8]], [1])[0].tolist() == [8]
-    with pytest.raises(RequestError, match="unread"):
-        lowlevel.clip_blocks([["unread", 8]], [1])
+    for table in ([0, 7, "unread", 8], ["unread", 8]):
+        assert lowlevel.clip_blocks([table], [1])[0].tolist() == [8]
+    assert lowlevel.clip_blocks([[0, 0, 8, "unread"]], [3], speculative=[1])[0].tolist() == [8]
+    for table in (["unread", 0], [0, "unread"]):
+        with pytest.raises(RequestError, match="unread"):
+            lowlevel.clip_blocks([table], [1])
 
 
 ORDER = lowlevel.DescriptorOrder([0], [10, 10], [0, 0])

@@ -14,7 +14,7 @@ use numpy::{Element, PyArray2, PyArrayDescrMethods, PyArrayMethods, PyUntypedArr
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyList};
 
-use crate::convert::{array_error, array_ids, nulls_in_list, read_ids, read_list, read_u64s};
+use crate::convert::{array_error, array_ids, nulls_in_list, read_entry, read_ids, read_list, read_u64s};
 use crate::error::{raise, type_error};
 
 /// The ids of one table, or those of them that move.
@@ -37,7 +37,7 @@ impl<'py> Ids<'py> {
         Self::read_clipped(what, table, ALL, None)
     }
 
-    /// The ids that move. Of a list, the others are not read, except for null blocks at its front.
+    /// The ids that move. Of a list, the others are not read, except for null blocks at its front if they can matter.
     pub(crate) fn read_clipped(
         what: &str,
         table: &Bound<'py, PyAny>,
@@ -45,7 +45,12 @@ impl<'py> Ids<'py> {
         null_block: Option<i64>,
     ) -> PyResult<Self> {
         if let Ok(list) = table.cast_exact::<PyList>() {
-            let nulls = null_block.map_or(Ok(0), |null| nulls_in_list(what, list, 0, null))?;
+            // If the first that may move is no null block, none before it matters.
+            let first = clip.entries(list.len(), 0).start;
+            let nulls = match null_block {
+                Some(null) if read_entry(what, list, first)? == Some(null) => nulls_in_list(what, list, 0, null)?,
+                _ => 0,
+            };
             let live = read_list(what, list, clip.entries(list.len(), nulls))?;
             return Ok(Self { stored: Stored::Read(live), clip: ALL, null_block: None });
         }
@@ -62,7 +67,7 @@ impl<'py> Ids<'py> {
             Stored::Array(array) => ids_of(array)?,
             Stored::Read(ids) => BlockIds::Wide(ids),
         };
-        let entries = self.clip.entries(all.len(), all.leading(self.null_block));
+        let entries = self.clip.select(all, self.null_block);
         Some((entries.clone(), all.slice(entries)))
     }
 }
@@ -110,7 +115,7 @@ impl<'py> Table<'py> {
     pub(crate) fn rows<'a>(&'a self, clip: Clip, null_block: Option<i64>) -> Option<Vec<BlockIds<'a>>> {
         let live = |(ids, &length): (BlockIds<'a>, &usize)| {
             let ids = (length <= ids.len()).then(|| ids.slice(0..length))?;
-            Some(ids.slice(clip.entries(length, ids.leading(null_block))))
+            Some(ids.slice(clip.select(ids, null_block)))
         };
         let (lengths, matrix) = (&self.lengths, &self.matrix);
         match rows_of::<i32>(matrix, lengths.len()) {

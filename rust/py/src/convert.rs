@@ -139,15 +139,29 @@ pub(crate) fn read_list(what: &str, list: &Bound<'_, PyList>, entries: Range<usi
 pub(crate) fn nulls_in_list(what: &str, list: &Bound<'_, PyList>, start: usize, null: i64) -> PyResult<usize> {
     let mut end = start;
     while end < list.len() && read_entry(what, list, end)? == Some(null) {
-        end += 1;
+        end = end_of_same(list, end);
     }
     Ok(end - start)
+}
+
+/// One past the last of the items from `start` on that are one object. Null blocks mostly are: it takes half of the time
+/// of reading each.
+#[allow(unsafe_code, reason = "addresses of borrowed items, which are only compared")]
+fn end_of_same(list: &Bound<'_, PyList>, start: usize) -> usize {
+    // SAFETY: every index is inside of the list, which nothing changes meanwhile.
+    let item = |index: usize| unsafe { ffi::PyList_GetItem(list.as_ptr(), index as ffi::Py_ssize_t) };
+    let length = list.len();
+    if start >= length {
+        return start + 1;
+    }
+    let first = item(start);
+    (start + 1..length).find(|&index| item(index) != first).unwrap_or(length)
 }
 
 /// One item of a list; None past its end.
 #[allow(unsafe_code, reason = "a borrowed item of a list, read while this thread holds the interpreter")]
 #[inline]
-fn read_entry(what: &str, list: &Bound<'_, PyList>, index: usize) -> PyResult<Option<i64>> {
+pub(crate) fn read_entry(what: &str, list: &Bound<'_, PyList>, index: usize) -> PyResult<Option<i64>> {
     // SAFETY: an index past the end returns null and an exception. The borrowed item is used at once, and reading it
     // runs no Python code that could drop it.
     let item = unsafe {

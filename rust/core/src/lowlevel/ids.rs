@@ -2,6 +2,7 @@
 //! Which entries of a block table move.
 use std::ops::Range;
 
+use super::block_ids::BlockIds;
 use crate::error::{Error, Result};
 use crate::geometry::types::{Geometry, Group, Kind, state_slot};
 
@@ -25,6 +26,14 @@ impl Clip {
             None if self.keep == 0 => nulls..length,
             None => length.saturating_sub(usize::try_from(self.keep).unwrap_or(usize::MAX)).max(nulls)..length,
         }
+    }
+
+    /// The entries of a table that move; null blocks at its front do not. They are counted only if they can matter: if
+    /// one is the first of the entries that would move.
+    pub fn select(self, ids: BlockIds<'_>, null: Option<i64>) -> Range<usize> {
+        let all = self.entries(ids.len(), 0);
+        let is_null = ids.slice(all.start..ids.len()).leading(null) > 0;
+        if is_null { self.entries(ids.len(), ids.leading(null)) } else { all }
     }
 }
 
@@ -80,5 +89,18 @@ mod tests {
         assert_eq!(clip(0, Some(u64::MAX)).entries(2, 0), 0..1);
         assert_eq!(clip(0, Some(0)).entries(2, 2), 2..2);
         assert!(clips(2, &[1], &[None, None]).is_err());
+    }
+
+    #[test]
+    fn null_blocks_that_matter_are_counted() {
+        for table in [[0, 0, 0, 0], [0, 0, 0, 5], [0, 0, 5, 6], [0, 5, 0, 6], [5, 0, 0, 6], [5, 6, 7, 0]] {
+            let ids = BlockIds::Wide(&table);
+            let clips = (0..6).flat_map(|keep| [None, Some(keep)].map(|speculative| Clip { keep, speculative }));
+            for clip in clips {
+                let entries = clip.entries(4, ids.leading(Some(0)));
+                assert_eq!(clip.select(ids, Some(0)), entries, "{clip:?} of {table:?}");
+                assert_eq!(clip.select(ids, None), clip.entries(4, 0));
+            }
+        }
     }
 }
