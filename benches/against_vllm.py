@@ -665,8 +665,8 @@ def requests() -> None:
             flat = [block for side in spans for span in side for block in span.ids]
             known, lists = LowLevel.of(pair), (asked.unhashed, asked.remote)
             order_of, tables = known.order(), arrays_of(lists)
-            written = sum(len(order_of.ids(side)) for side in lists)
-            read, out = np.asarray(flat, np.int32), np.empty(written, np.int32)
+            results = both(order_of.ids, lists)()
+            read, out = np.asarray(flat, np.int32), np.concatenate(results)
             times = interleaved(
                 {
                     "tables": from_tables(pair, asked),
@@ -677,6 +677,7 @@ def requests() -> None:
                     "order, arrays": both(order_of.ids, tables),
                     "order, arrays, out": each(filled(order_of, tables[0]), filled(order_of, tables[1]), tables),
                     "copy": lambda read=read, out=out: (read.copy(), out.fill(1)),
+                    "new": lambda results=results: [ids.copy() for ids in results],
                     "functions": vllm_functions(pair, asked),
                     "path": vllm_path(pair, asked),
                     "floor": partial(lowlevel.expand_blocks, flat, 1),
@@ -687,6 +688,7 @@ def requests() -> None:
             )
             title = f"{name}, {tokens:,} tokens, {order}"
             floors = {False: times["floor"] + times["copy"], True: times["copy"]}
+            calls = {False: times["floor"] + times["new"], True: times["new"]}
             for text, key, is_array in WAYS:
                 ratio = times["functions"] / times[key]
                 rows.append(
@@ -699,26 +701,39 @@ def requests() -> None:
                         verdict(ratio, max(target, 5.0) if is_array else target),
                         f"{times['path'] / times[key]:.1f}×",
                         f"{times[key] / floors[is_array]:.1f}",
+                        f"{times[key] / calls[is_array]:.1f}",
                     )
                 )
                 title = ""
             count = len(pair.plan.ids(tokens, *spans).reads[0].local)
             ids = len(vllm_functions(pair, asked)()[0])
-            shown = (micros(times[key]) for key in ("floor", "numpy", "copy", "live", "functions"))
+            shown = (micros(times[key]) for key in ("floor", "numpy", "copy", "new", "live", "functions"))
             parts.append((f"{name}, {order}", f"{len(flat):,}", *shown, f"{count:,}"))
             if order == "scattered":
                 extra = ", ".join(f"{reason}: {size:,}" for reason, size in sorted(reasons.items())) or "nothing"
                 apart.append((name, f"{moved:,}", f"{count:,}", f"{ids:,}", extra))
     table(
         "One request: the id arrays of both sides",
-        ("", "kvhma", "time", "vLLM's functions", "ratio", "target", "vLLM's whole path", "of the floor"),
+        (
+            "",
+            "kvhma",
+            "time",
+            "vLLM's functions",
+            "ratio",
+            "target",
+            "vLLM's whole path",
+            "of the floor",
+            "of the call",
+        ),
         rows,
         "All start from the block tables of the two managers and clip, pair, expand and number. *vLLM's functions*: "
         "`get_exchange_clipped_blocks` of both schedulers, `_logical_to_kernel_block_ids`, `_apply_prefix_caching` and "
         "`_compute_desc_ids`, one after the other. *Whole path*: what the engine calls, `start_load_kv` down to NIXL, "
         "with its copies and checks. vLLM's functions always start from lists. The three functions and `DescriptorOrder` give "
-        "vLLM's own ids and, as vLLM, pair lists by their ends. The floor is a copy of the live integers and a fill of the "
-        "output; from lists, reading them is added.",
+        "vLLM's own ids and, as vLLM, pair lists by their ends. The *floor* is a copy of the live integers and a fill of "
+        "memory that is as large as the output; from lists, reading them is added. The floor of a *call* is numpy's copy of "
+        "both results to new arrays, two calls; from lists, reading them is added. New memory limits the rows that are far "
+        "from the floor and near the call.",
     )
     table(
         "The same in parts",
@@ -728,6 +743,7 @@ def requests() -> None:
             "floor: kvhma only reads them",
             "numpy only reads them",
             "floor: numpy copies an int32 array of them, and fills the output",
+            "call: numpy copies both results",
             "`live_spans`, one side",
             "vLLM's functions",
             "ids a side",
