@@ -25,6 +25,7 @@ PICTURES = {
         vllm | torch | oracle
         nixl | tensors | models
         __init__
+        costs
         planning | lowlevel | pieces | digests | permute
         geometry
         _kvhma

@@ -17,6 +17,7 @@ from kvhma._kvhma import (
     __version__,
     validate,
 )
+from kvhma.costs import Cost, HandOffCost, Link, cost
 from kvhma.errors import (
     AddressOverflowError,
     BlockIdError,
@@ -32,12 +33,15 @@ __all__ = [
     "AddressOverflowError",
     "Axis",
     "BlockIdError",
+    "Cost",
     "Finding",
     "Geometry",
     "GeometryError",
     "Group",
+    "HandOffCost",
     "KvhmaError",
     "Layer",
+    "Link",
     "Loss",
     "Losses",
     "Page",
@@ -51,6 +55,7 @@ __all__ = [
     "Transfer",
     "UnsupportedPairError",
     "__version__",
+    "cost",
     "live_spans",
     "plan",
     "readers",

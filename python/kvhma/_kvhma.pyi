@@ -346,6 +346,20 @@ class Plan:
                 descriptors than the layouts explain, or more than `max_descriptors`.
             BlockIdError: an id is negative, too large, listed twice, or the null block.
         """
+    def count(self, group: int, first_token: int, num_tokens: int) -> tuple[int, int]:
+        """Return the bytes and the descriptors that fill tokens ``first_token..num_tokens`` of a local group from all
+        sources, in blocks with consecutive ids on both sides.
+
+        A state group moves one state for any tokens.
+
+        Args:
+            group: index of the local group.
+            first_token: first token to fill. A partial first block has only these tokens on both sides.
+            num_tokens: number of tokens whose cache the source holds.
+
+        Raises:
+            RequestError: there is no such group, there are no tokens, or the caches have too few blocks.
+        """  # noqa: D205 - one sentence
     @property
     def num_sources(self) -> int:
         """Number of sources, including those with nothing to read."""

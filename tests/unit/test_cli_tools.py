@@ -17,8 +17,9 @@ import pytest
 
 from kvhma.cli import bench, doctor, engine_options
 from kvhma.cli.checks import Row
-from kvhma.cli.cost import DEFAULT_LINK, Link, link_file, load_link, save_link
 from kvhma.cli.link import Point, blocks_of, fit
+from kvhma.cli.link_file import link_file, load_link, save_link
+from kvhma.costs import DEFAULT_LINK, Link
 from kvhma.errors import TransferError
 from kvhma.models.config.architectures import ARCHITECTURES
 from support.cli_configs import NEMOTRON_3_NANO
@@ -373,7 +374,9 @@ def test_a_reader_that_stops() -> None:
     assert (done.stdout, done.stderr) == ("{\n", "")
 
 
-@pytest.mark.parametrize("command", ["plan", "explain", "map", "sweep", "models", "diff", "doctor", "check", "demo"])
+@pytest.mark.parametrize(
+    "command", ["plan", "explain", "map", "sweep", "cost", "models", "diff", "doctor", "check", "demo"]
+)
 def test_every_command_explains_itself(command: str) -> None:
     done = cli(command, "--help")
     assert done.code == 0
@@ -386,6 +389,7 @@ DOCUMENTS: dict[str, tuple[object, ...]] = {
     "kvhma_explain": ("explain", "gemma-3-4b"),
     "kvhma_map": ("map", "gemma-3-4b"),
     "kvhma_sweep": ("sweep", "gemma-3-4b", "--tokens", 100),
+    "kvhma_cost": ("cost", "gemma-3-4b"),
     "kvhma_models": ("models",),
     "kvhma_diff": ("diff", "gemma-3-4b", "gemma-3-4b"),
     "kvhma_bench_maths": ("bench", "maths", "gemma-3-4b", "--tokens", 100),

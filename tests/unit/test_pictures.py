@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvhma.cli.bench import _write as write_points
-from kvhma.cli.cost import Link
 from kvhma.cli.link import Point
 from kvhma.cli.svg import COLORS, PALETTES, Drawing
+from kvhma.costs import Link
 from support.browser import COLUMN, answer, needs_browser
 from support.cli_run import cli
 

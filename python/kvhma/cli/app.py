@@ -14,6 +14,7 @@ from kvhma.cli.audit import audit
 from kvhma.cli.bench import bench
 from kvhma.cli.check import check
 from kvhma.cli.completion import install
+from kvhma.cli.cost import cost_
 from kvhma.cli.demo import demo
 from kvhma.cli.diff import diff
 from kvhma.cli.doctor import doctor
@@ -74,6 +75,7 @@ def _refuse(text: str) -> NoReturn:
     raise SystemExit(2) from None
 
 
-for command in (plan, explain, map_, sweep, models_, diff, check, audit, export, bench, doctor, demo, serve_pair):
+_BEFORE = plan, explain, map_, sweep, cost_
+for command in (*_BEFORE, models_, diff, check, audit, export, bench, doctor, demo, serve_pair):
     app.add_command(command)
 install()

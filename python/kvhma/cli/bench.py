@@ -16,7 +16,6 @@ import click
 
 from kvhma.cli import link as loop_back
 from kvhma.cli.arguments import Arguments, engine_option
-from kvhma.cli.cost import Link, link_file, save_link
 from kvhma.cli.engine_options import EngineOptions
 from kvhma.cli.format import (
     Sheet,
@@ -28,9 +27,11 @@ from kvhma.cli.format import (
     table_options,
     watched,
 )
+from kvhma.cli.link_file import link_file, save_link
 from kvhma.cli.model_names import complete_model
 from kvhma.cli.svg import COLUMN, Drawing, check_drawing
 from kvhma.cli.values import Tokens
+from kvhma.costs import Link
 from kvhma.versions import NIXL_INSTALL
 
 _SECONDS = 0.2

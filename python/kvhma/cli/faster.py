@@ -9,9 +9,9 @@ from typing import Any
 
 from kvhma.cli.compare.block_tables import main_group
 from kvhma.cli.compare.selection import Count
-from kvhma.cli.cost import Link
 from kvhma.cli.format import duration, size
 from kvhma.cli.hand_off import NO_HMA, VLLM, Counted, HandOff, OtherCount, PlanOptions, count, of_model
+from kvhma.costs import Link
 from kvhma.errors import KvhmaError
 from kvhma.permute import permuted_reads
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma.cli.cost import Link
 from kvhma.cli.subprocess import connect, introduce, process, receive
+from kvhma.costs import Link
 from kvhma.errors import KvhmaError, TransferError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region
 

@@ -11,7 +11,6 @@ import click
 
 from kvhma.cli import request as exact
 from kvhma.cli.arguments import FILE, Arguments, hand_off_options
-from kvhma.cli.cost import Link, load_link
 from kvhma.cli.faster import Slower, own_seconds, slower, slowest
 from kvhma.cli.format import (
     Sheet,
@@ -26,7 +25,9 @@ from kvhma.cli.format import (
     table_options,
 )
 from kvhma.cli.hand_off import NO_HMA, VLLM, Counted, HandOff, OtherCount, count
+from kvhma.cli.link_file import load_link
 from kvhma.cli.summary import engine_form, groups_form, notes
+from kvhma.costs import Link
 
 _MAX_PAIRS = 16
 

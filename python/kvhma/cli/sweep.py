@@ -12,7 +12,6 @@ import click
 
 from kvhma.cli.arguments import FILE, dtype_options, engine_option, layout_option
 from kvhma.cli.asked_layout import AskedModel, ask_layout
-from kvhma.cli.cost import Link, load_link
 from kvhma.cli.engine_options import EngineOptions, parse_engines
 from kvhma.cli.faster import own_seconds, slower
 from kvhma.cli.format import (
@@ -24,11 +23,13 @@ from kvhma.cli.format import (
     watched,
 )
 from kvhma.cli.hand_off import NO_HMA, VLLM, RequestOptions, count, of_model
+from kvhma.cli.link_file import load_link
 from kvhma.cli.model_names import complete_model
 from kvhma.cli.plan import other_form
 from kvhma.cli.plot import Point, plot
 from kvhma.cli.svg import check_drawing
 from kvhma.cli.values import TokenList
+from kvhma.costs import Link
 from kvhma.errors import KvhmaError, RequestError
 from kvhma.geometry import Geometry
 

@@ -61,6 +61,24 @@ class TokenList(Tokens):
         return tuple(dict.fromkeys(super(TokenList, self).convert(word, param, ctx) for word in value.split("/")))
 
 
+class GroupTokens(Tokens):
+    """A number of tokens for each group: ``8k,8k,0``."""
+
+    def __init__(self) -> None:
+        """Accept 0, for a group without a hit."""
+        super().__init__(0)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Return what help shows for a value."""
+        return "N,N,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the numbers."""
+        if not isinstance(value, str):
+            return value
+        return tuple(super(GroupTokens, self).convert(word, param, ctx) for word in value.split(","))
+
+
 class Ranks(ParamType):
     """Ranks, alone and in ranges with both ends: ``0-3,7``."""
 

@@ -159,6 +159,30 @@ impl Plan {
         Transfer::new(py, transfer, 0, Read::of_ids)
     }
 
+    /// Return the bytes and the descriptors that fill tokens ``first_token..num_tokens`` of a local group from all
+    /// sources, in blocks with consecutive ids on both sides.
+    ///
+    /// A state group moves one state for any tokens.
+    ///
+    /// Args:
+    ///     group: index of the local group.
+    ///     first_token: first token to fill. A partial first block has only these tokens on both sides.
+    ///     num_tokens: number of tokens whose cache the source holds.
+    ///
+    /// Raises:
+    ///     RequestError: there is no such group, there are no tokens, or the caches have too few blocks.
+    fn count(
+        &self,
+        py: Python<'_>,
+        group: &Bound<'_, PyAny>,
+        first_token: &Bound<'_, PyAny>,
+        num_tokens: &Bound<'_, PyAny>,
+    ) -> PyResult<(u64, u64)> {
+        let group = usize::try_from(read_u64("group", group)?).unwrap_or(usize::MAX);
+        let (first, num_tokens) = (read_u64("first_token", first_token)?, read_u64("num_tokens", num_tokens)?);
+        py.detach(|| self.core.count(group, first, num_tokens)).or_raise(py)
+    }
+
     /// Map the failed local descriptors of a request to layers and tokens.
     ///
     /// Args:

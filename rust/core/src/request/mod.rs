@@ -4,6 +4,7 @@ pub(crate) mod block_pairs;
 pub(crate) mod bound;
 pub(crate) mod checked;
 pub(crate) mod copies;
+pub(crate) mod count;
 pub(crate) mod fill;
 pub(crate) mod group_span;
 pub(crate) mod ids;

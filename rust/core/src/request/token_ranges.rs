@@ -42,8 +42,8 @@ pub(crate) enum TailPolicy {
 }
 
 /// Where the moved tokens end, and the bytes of those after the request.
-struct Tail {
-    end: u64,
+pub(crate) struct Tail {
+    pub(crate) end: u64,
     excess_bytes: u64,
 }
 
@@ -89,7 +89,7 @@ impl Plan {
     }
 
     /// Every group of a source from which a local group reads.
-    fn spans_into<'a>(&'a self, spans: &'a RequestSpans, group: usize) -> Vec<PairedSpans<'a>> {
+    pub(crate) fn spans_into<'a>(&'a self, spans: &'a RequestSpans, group: usize) -> Vec<PairedSpans<'a>> {
         let of_sources = self.sources.iter().enumerate();
         of_sources
             .flat_map(|(source, of)| of.table.group_pairs.iter().enumerate().map(move |pair| (source, pair)))
@@ -123,7 +123,7 @@ impl Plan {
     }
 
     /// Moves the last kernel block whole if that is the policy, or costs less than the saved descriptors.
-    fn choose_tail(&self, paired: &[PairedSpans], exact: Interval, policy: TailPolicy) -> Result<Tail> {
+    pub(crate) fn choose_tail(&self, paired: &[PairedSpans], exact: Interval, policy: TailPolicy) -> Result<Tail> {
         let num_tokens = exact.end;
         let cut = Tail { end: num_tokens, excess_bytes: 0 };
         let last: Vec<&PairedSpans> = paired.iter().filter(|pair| pair.both_hold(num_tokens - 1)).collect();
