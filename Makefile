@@ -298,6 +298,11 @@ bench-scheduler: build $(E2E)/.ready ## what connectors cost the scheduler's thr
 	PYTHONPATH=python:tests $(E2E)/bin/python benches/following_steps.py >> benches/RESULTS_SCHEDULER.md
 	cat benches/RESULTS_SCHEDULER.md
 
+.PHONY: bench-policies
+bench-policies: build ## when to hand over: policies of a router on a simulated trace, in benches/RESULTS_POLICIES.md
+	PYTHONPATH=python $(BIN)/python benches/policies.py $(ARGS) > benches/RESULTS_POLICIES.md
+	cat benches/RESULTS_POLICIES.md
+
 .PHONY: counts
 counts: build ## descriptors and bytes of every model, in benches/COUNTS.md
 	$(BIN)/python benches/counts.py > benches/COUNTS.md
