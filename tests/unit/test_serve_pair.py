@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvhma serve-pair`` without engines: which processes it starts with which arguments, and that it leaves nothing."""
+"""``kvhma serve-pair`` without engines: which processes it starts with which arguments."""
 
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
-import click
 import pytest
 
 from kvhma.cli import serve_pair
 from support.cli_run import cli
-from support.waiting import until
 
 TP = {"prefill_tp": 1, "decode_tp": 1}
 
@@ -45,43 +41,6 @@ def test_both_engines_have_a_new_secret_or_that_of_the_environment():
 def test_ports_are_different():
     ports = serve_pair.free_ports(20)
     assert len(set(ports)) == 20
-
-
-def part(tmp_path: Path, name: str, code: str) -> serve_pair.Part:
-    return serve_pair.Part(name, [sys.executable, "-c", code], os.environ, tmp_path / f"{name}.log")
-
-
-SLEEPS_WITH_A_CHILD = """
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print(child.pid, flush=True)
-time.sleep(600)
-"""
-
-
-def test_what_one_has_started_ends_with_it(tmp_path):
-    log = tmp_path / "a.log"
-    with serve_pair.running([part(tmp_path, "a", SLEEPS_WITH_A_CHILD)]) as processes:
-        (process, _) = processes["a"]
-        until(lambda: log.read_text())
-        child = int(log.read_text())
-        assert os.getpgid(child) == process.pid
-        assert os.getsid(child) == os.getsid(0), "Linux would give each of two engines its time as a whole"
-        serve_pair._check(processes)
-    assert process.returncode is not None
-    stat = Path(f"/proc/{child}/stat")
-    until(lambda: not stat.exists() or "Z" in stat.read_text().split(")")[1][:3])
-
-
-def test_one_that_ends_too_early_is_named_with_the_end_of_its_log(tmp_path, capsys):
-    said = "; ".join(f"print({number})" for number in range(20))
-    with serve_pair.running([part(tmp_path, "decode", f"{said}; raise SystemExit(3)")]) as processes:
-        processes["decode"][0].wait(30)
-        with pytest.raises(
-            click.ClickException, match=r"the decode process has ended with code 3; its log is .*decode"
-        ):
-            serve_pair._check(processes)
-    assert capsys.readouterr().err.split() == [str(number) for number in range(12, 20)]
 
 
 def test_missing_programs_are_named(monkeypatch):

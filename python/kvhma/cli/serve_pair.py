@@ -8,48 +8,19 @@ import importlib.util
 import json
 import os
 import secrets
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 
 import click
 
 from kvhma.cli.doctor import installed
-from kvhma.cli.format import printable
-
-_STOP_SECONDS = 20
-"""Seconds that a process has to exit after a signal."""
-
-_LOG_LINES = 8
-"""Lines shown from the log of a process that exited too early."""
+from kvhma.cli.processes import Part, run
 
 _MODULES = {"vllm": "kvhma[vllm]", "aiohttp": "kvhma[proxy]", "prometheus_client": "kvhma[proxy]"}
 """Required modules, and the extras that install them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One of the three processes.
-
-    Attributes:
-        name: ``prefill``, ``decode`` or ``proxy``.
-        command: its arguments.
-        environment: its environment variables.
-        log: where its output goes.
-    """
-
-    name: str
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    log: Path
 
 
 @click.command("serve-pair", context_settings={"ignore_unknown_options": True})
@@ -64,11 +35,12 @@ class Part:
 @click.option("--logs", type=click.Path(file_okay=False, path_type=Path), help="Folder for the logs of the three.")
 def serve_pair(
     model: str, options: tuple[str, ...], port: int, host: str, logs: Path | None, **of_engines: str | int | None
-) -> None:
+) -> int:
     """Serve MODEL with a prefill and a decode engine on this host.
 
     OPTIONS are those of `vllm serve`, for both engines: --max-model-len 4096, for example. All three processes end
-    with this one (Ctrl-C). The engines have a new secret in common, unless KVHMA_SECRET has one. For engines on several
+    with this one: Ctrl-C stops them, a second Ctrl-C kills them. The exit code is 1 if one had to be killed, 2 if one
+    has ended by itself. The engines have a new secret in common, unless KVHMA_SECRET has one. For engines on several
     hosts see docs/start.md.
     """
     for module, extra in _MODULES.items():
@@ -84,14 +56,10 @@ def serve_pair(
     ]
     urls = [f"http://127.0.0.1:{number}" for number in (prefill, decode)]
     asked = [sys.executable, "-m", "kvhma.proxy", "--host", host, "--port", str(port)]
-    proxy = Part("proxy", [*asked, "--prefill", urls[0], "--decode", urls[1]], os.environ, folder / "proxy.log")
+    asked += ["--prefill", urls[0], "--decode", urls[1]]
+    proxy = Part("proxy", asked, os.environ, folder / "proxy.log", f"{host}:{port}")
     click.echo(f"starting a prefill and a decode engine; logs are in {folder}", err=True)
-    with _signals_raise(), running([*engines, proxy]) as processes:
-        _until_healthy(f"http://{host}:{port}/health", processes)
-        click.echo(_ready(model, f"http://{host}:{port}", urls[1]))
-        while True:
-            _check(processes)
-            time.sleep(0.5)
+    return run([*engines, proxy], _ready(model, f"http://{host}:{port}", urls[1]))
 
 
 def _engine(
@@ -121,7 +89,7 @@ def _engine(
         own.setdefault("VLLM_CPU_OMP_THREADS_BIND", _cores_of(name, of_engines))
     if devices := of_engines[f"{name}_devices"]:
         own["CUDA_VISIBLE_DEVICES"] = str(devices)
-    return Part(name, command, own, folder / f"{name}.log")
+    return Part(name, command, own, folder / f"{name}.log", f"127.0.0.1:{port}")
 
 
 def with_secret(environment: Mapping[str, str]) -> dict[str, str]:
@@ -167,75 +135,3 @@ def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [listener.getsockname()[1] for listener in sockets]
-
-
-@contextlib.contextmanager
-def running(parts: Sequence[Part]) -> Iterator[dict[str, tuple[subprocess.Popen[bytes], Path]]]:
-    """Run processes by name, each with its children in a separate process group, and end all of them on exit.
-
-    All groups are in one session. Linux may schedule each session as a whole, and an idle worker of vLLM only yields.
-    With few cores it then keeps the other engine from running for minutes (seen with Linux 6.18 on two cores).
-    """
-    processes: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
-    try:
-        for part in parts:
-            with part.log.open("wb") as log:
-                process = subprocess.Popen(  # noqa: S603
-                    part.command,
-                    env=part.environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    preexec_fn=os.setpgrp,
-                )
-            processes[part.name] = process, part.log
-        yield processes
-    finally:
-        _stop([process for process, _ in processes.values()])
-
-
-def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in reversed(processes):
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-    end = time.monotonic() + _STOP_SECONDS
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, end - time.monotonic()))
-        # Workers that outlive their engine are still in its group.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _check(processes: Mapping[str, tuple[subprocess.Popen[bytes], Path]]) -> None:
-    for name, (process, log) in processes.items():
-        if (code := process.poll()) is not None:
-            lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-            click.echo("\n".join(printable(line) for line in lines), err=True)
-            raise click.ClickException(f"the {name} process has ended with code {code}; its log is {log}")
-
-
-def _until_healthy(url: str, processes: Mapping[str, tuple[subprocess.Popen[bytes], Path]]) -> None:
-    while True:
-        _check(processes)
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=10) as answer:  # noqa: S310
-            if answer.status == 200:
-                return
-        time.sleep(0.5)
-
-
-@contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Treat SIGTERM, for example from a supervisor, like Ctrl-C: end the three processes."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    except KeyboardInterrupt:
-        click.echo("stopped", err=True)
-    finally:
-        signal.signal(signal.SIGTERM, before)
