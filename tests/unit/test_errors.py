@@ -397,7 +397,7 @@ def test_a_wrong_value_is_an_input_error() -> None:
 def test_every_exception_class_is_in_one_module() -> None:
     root = Path(kvhma.__file__).parent
     for path in root.rglob("*.py"):
-        if path.name in ("errors.py", "proxy.py"):  # the proxy is a separate program
+        if path.name == "errors.py" or path.parent.name == "proxy":  # the proxy is a separate program
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []

@@ -117,7 +117,7 @@ def test_metrics_of_the_proxy_exist() -> None:
     for family in Metrics().registry.collect():
         suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
         known |= {family.name + suffix: family for suffix in suffixes}
-    source = (ROOT / "python/kvhma/proxy.py").read_text()
+    source = (ROOT / "python/kvhma/proxy/engines.py").read_text()
     for name, query in (*dashboard_queries(), *alert_queries()):
         for metric in metrics_of(query):
             if metric.startswith("kvhma_proxy_"):

@@ -6,145 +6,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from contextlib import AsyncExitStack
 
 import pytest
 
 pytest.importorskip("prometheus_client", reason="make dev installs it")
 aiohttp = pytest.importorskip("aiohttp", reason="make dev installs it")
 
-from aiohttp import web
-from aiohttp.test_utils import TestServer
-
 from kvhma import proxy
-
-PARAMS = {"do_remote_prefill": True, "remote_host": "p", "remote_port": 5600, "kvhma": {"version": 3}}
-
-
-class Engine:
-    """The requests to an engine, and its answers."""
-
-    def __init__(self, usage=None):
-        self.asked = []
-        # As vLLM's prefill engine adds it; a decode engine that gets it returns it instead of its count.
-        self.status, self.usage = 200, usage
-        self.params = PARAMS | {"remote_prefill_cached_tokens": 0}
-        self.breaks = self.hangs = False
-        self.ended = asyncio.Event()
-        self.may_answer = asyncio.Event()
-        self.may_answer.set()
-        app = web.Application()
-        for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings"):
-            app.router.add_post(path, self.answer)
-        app.router.add_get("/v1/models", self.models)
-        app.router.add_get("/health", self.health)
-        self.server = TestServer(app)
-
-    @property
-    def url(self):
-        return str(self.server.make_url("")).rstrip("/")
-
-    async def models(self, request):
-        seen = {
-            name: request.headers[name]
-            for name in ("Authorization", "traceparent", "Cookie")
-            if name in request.headers
-        }
-        return web.json_response({"data": [{"id": "tiny"}], "seen": seen})
-
-    async def health(self, request):
-        return web.Response(status=self.status)
-
-    async def answer(self, request):
-        body = await request.json()
-        self.asked.append((request.path, body, request.headers))
-        try:
-            await self.may_answer.wait()
-        except asyncio.CancelledError:
-            self.ended.set()
-            raise
-        if self.status != 200:
-            return web.json_response({"error": "no such model"}, status=self.status)
-        if not body.get("stream"):
-            return web.json_response(
-                {"choices": [{"text": "a"}], "usage": self.usage, "kv_transfer_params": self.params}
-            )
-        events = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await events.prepare(request)
-        try:
-            await events.write(b'data: {"choices": [{"text": "a"}]}\n\n')
-            if self.hangs:
-                await asyncio.sleep(60)
-        finally:
-            self.ended.set()
-        if self.breaks:
-            request.transport.abort()
-            return events
-        usage = json.dumps({"choices": [], "usage": self.usage}).encode()
-        await events.write(b"data: " + usage + b"\n\ndata: [DONE]\n\n")
-        return events
-
-
-def usage(cached, prompt=50):
-    return {"prompt_tokens": prompt, "total_tokens": 51, "prompt_tokens_details": {"cached_tokens": cached}}
-
-
-class Fleet:
-    """One prefill engine, decode engines, the proxy, and a client."""
-
-    def __init__(self, *answers, embeddings=False, turns=None, tickets=False):
-        self._turns, self._tickets = turns, tickets
-        self.prefill = Engine()
-        self.decode = [Engine(usage=answer) for answer in answers or (None,)]
-        self.embeddings = [Engine()] if embeddings else []
-
-    async def __aenter__(self):
-        self._stack = AsyncExitStack()
-        for engine in (self.prefill, *self.decode, *self.embeddings):
-            await engine.server.start_server()
-            self._stack.push_async_callback(engine.server.close)
-        urls = [[engine.url for engine in engines] for engines in ([self.prefill], self.decode, self.embeddings)]
-        server = TestServer(proxy.make_app(*urls, turns=self._turns, tickets=self._tickets))
-        await server.start_server()
-        self._stack.push_async_callback(server.close)
-        self.client = await self._stack.enter_async_context(aiohttp.ClientSession(str(server.make_url("/"))))
-        return self
-
-    async def __aexit__(self, *error):
-        await self._stack.aclose()
-
-    async def complete(self, path="/v1/completions", **body):
-        async with self.client.post(path, json={"prompt": "a b c"} | body) as answer:
-            return answer.status, await answer.text()
-
-    async def chat(self, *messages, key="me", **body):
-        """Send a chat; messages alternate between user and assistant."""
-        said = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(messages)]
-        body = {"model": "tiny", "messages": said} | body
-        headers = {"Authorization": key}
-        async with self.client.post("/v1/chat/completions", json=body, headers=headers) as answer:
-            return answer.status, await answer.text()
-
-    async def get(self, path, **headers):
-        async with self.client.get(path, headers=headers) as answer:
-            return answer.status, await answer.text()
-
-    async def samples(self, name):
-        """Samples of a metric by role, engine and outcome or result, where it has these labels; without zeros."""
-        from prometheus_client.parser import text_string_to_metric_families
-
-        families = text_string_to_metric_families((await self.get("/metrics"))[1])
-        found = [sample for family in families for sample in family.samples if sample.name == name]
-        order = ("role", "engine", "outcome", "result")
-        return {
-            tuple(sample.labels[label] for label in order if label in sample.labels): sample.value
-            for sample in found
-            if sample.value
-        }
-
-
-def run(test):
-    asyncio.run(asyncio.wait_for(test, 60))
+from support.fleet import PARAMS, Fleet, run, usage
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -199,8 +68,7 @@ def test_a_missing_hand_off_is_reported(said, result, stream, caplog):
 @pytest.mark.parametrize(
     "body",
     [
-        {"prompt": ["a", "b"]},
-        {"prompt": [[1, 2], [3]]},
+        {"prompt": ["a", "b"], "prompt_logprobs": 0},
         {"prompt_logprobs": 0},
         {"echo": True, "logprobs": 1},
         {"use_beam_search": True, "n": 2},
@@ -252,16 +120,34 @@ def test_engines_take_turns():
     run(test())
 
 
-@pytest.mark.parametrize(("status", "outcome"), [(404, "refused"), (500, "failed")])
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_what_an_engine_refuses_is_passed_on(role, status, outcome):
+def test_what_an_engine_refuses_is_passed_on_as_it_came(role, stream):
+    """Formerly it was text in an error of the proxy, without `param`, and named the engine."""
+
     async def test():
         async with Fleet() as fleet:
             engine = fleet.prefill if role == "prefill" else fleet.decode[0]
-            engine.status = status
-            found, text = await fleet.complete(stream=True)
-            assert (found, json.loads(text)["error"]["type"]) == (status, f"{role}_failed")
-            assert (await fleet.samples("kvhma_proxy_requests_total"))[role, engine.url, outcome] == 1
+            engine.status, engine.error = 404, {"message": "m", "type": "NotFoundError", "param": "model", "code": 404}
+            found, text = await fleet.complete(stream=stream)
+            assert (found, json.loads(text)) == (404, {"error": engine.error})
+            assert (await fleet.samples("kvhma_proxy_requests_total"))[role, engine.url, "refused"] == 1
+
+    run(test())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_error_of_an_engine_that_fails_is_not_passed_on(role, caplog):
+    async def test():
+        async with Fleet() as fleet:
+            engine = fleet.prefill if role == "prefill" else fleet.decode[0]
+            engine.status, engine.error = 500, "in /srv/secret.py"
+            status, text = await fleet.complete()
+            assert status == 500
+            error = {"message": f"the {role} engine failed", "type": f"{role}_failed", "param": None, "code": 500}
+            assert json.loads(text) == {"error": error}
+            assert "secret.py" in caplog.text, "the log has it"
+            assert (await fleet.samples("kvhma_proxy_requests_total"))[role, engine.url, "failed"] == 1
 
     run(test())
 
@@ -281,17 +167,16 @@ def test_an_engine_without_a_connector_is_recognized(params):
     run(test())
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_engine_that_is_gone(role):
+def test_a_prefill_engine_that_is_gone():
     async def test():
         async with Fleet(None, None) as fleet:
-            engine = fleet.prefill if role == "prefill" else fleet.decode[0]
-            url = engine.url
+            url = fleet.prefill.url
             assert (await fleet.get("/health"))[0] == 200
-            await engine.server.close()
+            await fleet.prefill.server.close()
             status, text = await fleet.complete()
-            assert (status, json.loads(text)["error"]["type"]) == (502, f"{role}_unreachable")
-            assert (await fleet.samples("kvhma_proxy_requests_total"))[role, url, "unreachable"] == 1
+            assert (status, json.loads(text)["error"]["type"]) == (502, "prefill_unreachable")
+            assert url.rpartition(":")[2] not in text, "clients see no engine's address"
+            assert (await fleet.samples("kvhma_proxy_requests_total"))["prefill", url, "unreachable"] == 1
             status, text = await fleet.get("/health")
             assert status == 503
             states = json.loads(text)
@@ -548,10 +433,10 @@ def test_an_engine_that_fails_ends_the_request_at_the_other_one(which, stream):
             failing, other = fleet.prefill, fleet.decode[0]
             if which == "decode":
                 failing, other = other, failing
-            failing.status = 400
+            failing.status, failing.error = 400, f"{which} says no"
             failing.may_answer.set()
             status, text = await begun
-            assert (status, f"{which}_failed" in text) == (400, True)
+            assert (status, json.loads(text)) == (400, {"error": f"{which} says no"})
             await asyncio.wait_for(other.ended.wait(), 5)
 
     run(test())

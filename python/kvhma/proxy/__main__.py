@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the proxy."""
+
+from kvhma.proxy.app import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients of the proxy get where an engine dies, several prompts are asked, or a body is hostile."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import zlib
+
+import pytest
+
+pytest.importorskip("prometheus_client", reason="make dev installs it")
+aiohttp = pytest.importorskip("aiohttp", reason="make dev installs it")
+
+import msgspec
+
+from kvhma.proxy import bodies, engines
+from support.fleet import PARAMS, Engine, Fleet, run, usage
+
+
+def events_in(text):
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+def cached(form):
+    return form["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.mark.parametrize("tickets", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_cached_tokens_are_those_that_the_prefill_engine_had(stream, tickets):
+    """Formerly clients saw, and paid, all tokens that D had loaded."""
+
+    async def test():
+        async with Fleet(usage(48), tickets=tickets) as fleet:
+            for at_p in (0, 32):
+                fleet.prefill.params = PARAMS | {"remote_prefill_cached_tokens": at_p}
+                status, text = await fleet.complete(stream=stream)
+                assert status == 200
+                assert cached(events_in(text)[-1] if stream else json.loads(text)) == at_p
+            given = [body["kv_transfer_params"] for _, body, _ in fleet.decode[0].asked]
+            assert all("remote_prefill_cached_tokens" not in params for params in given)
+            assert ["kvhma_ticket" in params for params in given] == [False, tickets]
+            assert await fleet.samples("kvhma_proxy_prompts_total") == {(fleet.decode[0].url, "cached"): 2}
+
+    run(test())
+
+
+@pytest.mark.parametrize("wrong", [None, -1, "9", [1]])
+def test_a_wrong_number_of_cached_tokens_is_left_out(wrong):
+    async def test():
+        async with Fleet(usage(48)) as fleet:
+            fleet.prefill.params = PARAMS | {"remote_prefill_cached_tokens": wrong}
+            assert cached(json.loads((await fleet.complete())[1])) == 48
+
+    run(test())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_client_sees_parameters_of_an_engine(path, stream):
+    async def test():
+        async with Fleet(usage(1)) as fleet:
+            status, text = await fleet.complete(path, stream=stream, kv_transfer_params={"remote_host": "evil"})
+            assert (status, "kv_transfer_params" in text, "remote_host" in text) == (200, False, False)
+            assert "evil" not in str(fleet.decode[0].asked)
+
+    run(test())
+
+
+def test_the_words_of_an_answer_are_no_keys():
+    assert bodies.form_of(b'{"text": "\\"cached_tokens\\": 5"}')
+    words = rb'data: {"choices": [{"text": "\"kv_transfer_params\": 1, \"cached_tokens\": 5"}]}'
+    from kvhma.proxy import answers
+
+    assert not any(key in words for key in answers._CHANGED)
+
+
+@pytest.mark.parametrize("tickets", [False, True])
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_prompt_of_a_body_is_handed_over(stream, samples, tickets):
+    """Formerly D computed them, since vLLM returns parameters for the first prompt only."""
+
+    async def test():
+        async with Fleet(usage(48), usage(48), tickets=tickets) as fleet:
+            prompts = [[1, 2], [3], [4, 5, 6]]
+            status, text = await fleet.complete(prompt=prompts, stream=stream, n=samples, max_tokens=7)
+            assert status == 200
+            assert [body["prompt"] for _, body, _ in fleet.prefill.asked] == prompts
+            asked = [(body, headers) for engine in fleet.decode for _, body, headers in engine.asked]
+            assert sorted(body["prompt"] for body, _ in asked) == prompts
+            assert all(body["kv_transfer_params"]["remote_host"] == "p" for body, _ in asked)
+            assert len({headers["X-Request-Id"] for _, headers in asked}) == 3
+            forms = events_in(text) if stream else [json.loads(text)]
+            found = [choice["index"] for form in forms for choice in form["choices"]]
+            assert found == list(range(3 * samples))
+            assert forms[-1]["usage"] == {
+                "prompt_tokens": 150,
+                "total_tokens": 153,
+                "prompt_tokens_details": {"cached_tokens": 0},
+            }
+            assert text.count("[DONE]") == (1 if stream else 0)
+
+    run(test())
+
+
+def test_a_prompt_that_is_refused_ends_the_others():
+    async def test():
+        async with Fleet(usage(48)) as fleet:
+            fleet.decode[0].status = 400
+            for stream in (False, True):
+                status, text = await fleet.complete(prompt=["a"] * 100, stream=stream)
+                assert (status, json.loads(text)) == (400, {"error": "no such model"})
+            assert len(fleet.decode[0].asked) <= 2 * 33
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"[" * 200_000 + b"]" * 200_000, 400),
+        (b'{"prompt": "a", "x": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", 400),
+        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, 400),
+        (b'{"prompt": [' + b'"",' * 5000 + b'""]}', 400),
+        (b'{"prompt": ["", "", "", ""], "x": "' + b"a" * (17 << 20) + b'"}', 413),
+        (b'{"prompt": "' + b"a" * (64 << 20) + b'"}', 413),
+        (b'{"prompt": ["a", 1, {"b": 2}, [', 400),
+        ('{"prompt": "a"}'.encode("utf-16"), 400),
+    ],
+    ids=range(8),
+)
+def test_hostile_bodies_are_refused_in_the_form_of_openai(body, status):
+    async def test():
+        async with Fleet() as fleet, fleet.client.post("/v1/completions", data=io.BytesIO(body)) as answer:
+            error = (await answer.json())["error"]
+            assert (answer.status, error["code"], error["type"]) == (status, status, "BadRequestError")
+            assert not fleet.prefill.asked
+
+    run(test())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+@pytest.mark.parametrize("coding", ["deflate", "gzip"])
+@pytest.mark.parametrize("data", [b"junk", zlib.compress(b'{"prompt": "a"}')[:-5]], ids=["junk", "cut"])
+def test_a_compressed_body_that_is_none_is_refused(path, coding, data):
+    async def test():
+        async with Fleet() as fleet:
+            headers = {"Content-Encoding": coding}
+            async with fleet.client.post(path, data=data, headers=headers) as answer:
+                assert answer.status == 400
+            assert (await fleet.complete())[0] == 200
+
+    run(test())
+
+
+def test_a_long_body_is_passed_on_unread():
+    """Formerly a body of 62 MiB stood all streams still for 25 s, while its numbers became Python's."""
+    body = bodies.object_in(b'{"prompt": [1' + b",1" * 100_000 + b'], "n": 2, "kv_transfer_params": {}}')
+    assert {key: type(value) for key, value in body.items()} == {"prompt": msgspec.Raw, "n": msgspec.Raw}
+    assert bodies.plain(body) == {"prompt": ..., "n": 2}
+    assert bodies.prompts_in(body) == []
+
+
+@pytest.mark.parametrize("path", ["/v1/models/tiny", "/v1/responses", "/tokenize"])
+def test_other_paths_are_those_of_a_decode_engine(path):
+    async def test():
+        async with Fleet(usage(1)) as fleet:
+            if path == "/v1/models/tiny":
+                assert (await fleet.get(path + "?a=b"))[0] == 200
+            else:
+                status, _ = await fleet.complete(path + "?a=b", kv_transfer_params={"x": 1})
+                assert status == 200
+                ((asked, body, _),) = fleet.decode[0].asked
+                assert (asked, "kv_transfer_params" in body) == (path, False)
+            assert not fleet.prefill.asked
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(
+            "/reset_prefix_cache",
+            "/v1/../reset_prefix_cache",
+            "/v1/%2e%2e/reset_prefix_cache",
+            "/inference/v1/generate",
+        ),
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/", "/v1/", "//evil/v1/x"),
+    ],
+)
+def test_what_operators_ask_of_engines_is_not_passed_on(path):
+    from yarl import URL
+
+    async def test():
+        async with Fleet() as fleet:
+            url = URL(str(fleet.client._base_url).rstrip("/") + path, encoded=True)
+            async with aiohttp.ClientSession() as client, client.post(url, json={}) as answer:
+                assert (answer.status, (await answer.json())["error"]["type"]) == (404, "NotFoundError")
+            assert not fleet.decode[0].asked
+
+    run(test())
+
+
+async def send_raw(url, head, body):
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(head + b"\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST http://evil:1/v1/completions HTTP/1.1",
+        b"POST /v1/completions HTTP/1.1\r\nX-Request-Id: \xff\xfe",
+        b"POST /v1/completions HTTP/1.1\r\ntraceparent: \xc3\xa9\r\nAuthorization: \xff",
+        b"POST /v1/completions?a=%00&b=%zz HTTP/1.1",
+    ],
+)
+def test_no_request_makes_an_engine_seem_dead(head):
+    async def test():
+        async with Fleet(None, None) as fleet:
+            for _ in range(2):
+                assert b" 200 " in (await send_raw(fleet.client._base_url, head, b'{"prompt": "a"}'))[:20]
+            states = json.loads((await fleet.get("/health"))[1])
+            assert {state for known in states.values() for state in known.values()} == {"ok"}
+            found = await fleet.samples("kvhma_proxy_requests_total")
+            assert {outcome for _, _, outcome in found} == {"ok"}
+            assert [len(engine.asked) for engine in fleet.decode] == [1, 1]
+
+    run(test())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_that_cannot_be_joined(stream):
+    async def test():
+        async with Fleet(None) as fleet:
+            fleet.decode[0].choices = [5]
+            status, text = await fleet.complete(prompt=["a", "b"], stream=stream)
+            assert (status, json.loads(text)["error"]["type"]) == (502, "decode_failed")
+
+    run(test())
+
+
+@pytest.mark.parametrize("tickets", [False, True])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_dead_engine_is_left_out(role, tickets):
+    """Formerly every second answer was 502 while one of two engines was dead."""
+
+    async def test():
+        async with Fleet(usage(1), usage(1), prefills=2, tickets=tickets) as fleet:
+            for _ in range(4):
+                assert (await fleet.complete())[0] == 200
+            dead, alive = fleet.prefills if role == "prefill" else fleet.decode
+            url = dead.url
+            await dead.server.close()
+            before = len(alive.asked)
+            for _ in range(8):
+                assert (await fleet.complete())[0] == 200
+            assert len(alive.asked) == before + 8
+            found = await fleet.samples("kvhma_proxy_requests_total")
+            assert found[role, url, "unreachable"] == 1, "found out once, and by the check from then on"
+            assert (await fleet.get("/health"))[0] == 200, "another engine of this role answers"
+
+    run(test())
+
+
+def test_an_engine_that_comes_back_is_asked_again(monkeypatch):
+    monkeypatch.setattr(engines, "CHECK_SECONDS", 0.05)
+
+    async def test():
+        async with Fleet(None, None) as fleet:
+            dead = fleet.decode[0]
+            port = dead.server.port
+            await dead.server.close()
+            assert (await fleet.complete())[0] == 200
+            again = Engine(port=port)
+            await again.server.start_server()
+            try:
+                while not again.asked:
+                    assert (await fleet.complete())[0] == 200
+            finally:
+                await again.server.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_is_repeated_once_where_nothing_of_an_answer_was_read(stream):
+    async def test():
+        async with Fleet(None, None, None) as fleet:
+            for engine in fleet.decode[:2]:
+                engine.status = 500
+            statuses = [(await fleet.complete(stream=stream))[0] for _ in range(2)]
+            assert statuses == [500, 200], "the first meets both engines that fail"
+            assert [len(engine.asked) for engine in fleet.decode] == [1, 1, 1]
+
+    run(test())
+
+
+def test_a_stream_that_has_begun_is_not_repeated():
+    async def test():
+        async with Fleet(None, None) as fleet:
+            for engine in fleet.decode:
+                engine.breaks = True
+            status, text = await fleet.complete(stream=True)
+            assert (status, "decode_lost" in text) == (200, True)
+            assert sum(len(engine.asked) for engine in fleet.decode) == 1
+
+    run(test())
+
+
+def test_what_a_client_did_wrong_is_not_repeated():
+    async def test():
+        async with Fleet(None, None) as fleet:
+            for engine in fleet.decode:
+                engine.status = 400
+            assert (await fleet.complete())[0] == 400
+            assert sum(len(engine.asked) for engine in fleet.decode) == 1
+
+    run(test())
+
+
+def test_a_restarted_engine_is_followed_at_its_new_address():
+    """Formerly an engine that was seen at two addresses was never followed again."""
+    channels, p = engines.SideChannels(), "http://prefill:8100"
+    for host in ("10.0.0.7", "10.0.0.9"):
+        for _ in range(1000):
+            channels.learn(p, PARAMS | {"remote_host": host})
+        assert channels.find(p) == (host, 5600)
+    channels.learn(p, PARAMS | {"remote_host": "10.0.0.7"})
+    assert channels.find(p) is None, "two ranks, or a restart"
+    channels.forget(p)
+    assert channels.find(p) is None
+    assert len(channels._known) == 0
+
+
+def test_an_engine_that_was_gone_is_not_followed_at_its_old_address():
+    async def test():
+        async with Fleet(tickets=True) as fleet:
+            await fleet.complete()
+            port = fleet.prefill.server.port
+            await fleet.prefill.server.close()
+            assert (await fleet.complete())[0] == 502
+            again = Engine(port=port)
+            await again.server.start_server()
+            try:
+                assert (await fleet.complete())[0] == 200
+                assert "kvhma_ticket" not in again.asked[0][1]["kv_transfer_params"]
+            finally:
+                await again.server.close()
+
+    run(test())
+
+
+def test_connections_are_closed_before_vllm_closes_them():
+    """Otherwise a request after a pause meets a connection that the engine is closing: 502."""
+
+    async def test():
+        fleet = engines.Engines({})
+        async with fleet.connected():
+            assert fleet._session.connector._keepalive_timeout < 5
+
+    run(test())
+
+
+def test_the_command_serves_two_of_each(tmp_path):
+    """A process before engines of another process; one of each is killed."""
+
+    async def test():
+        async with Fleet(usage(48), usage(48), prefills=2) as fleet:
+            from kvhma.cli.serve_pair import free_ports
+
+            (port,) = free_ports(1)
+            command = [sys.executable, "-m", "kvhma.proxy", "--port", str(port)]
+            for option, of in (("--prefill", fleet.prefills), ("--decode", fleet.decode)):
+                command += [word for engine in of for word in (option, engine.url)]
+            with subprocess.Popen(command, env=os.environ, stdout=subprocess.DEVNULL) as process:
+                try:
+                    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}/") as client:
+                        while True:
+                            try:
+                                async with client.get("/health") as answer:
+                                    assert answer.status == 200
+                                    break
+                            except aiohttp.ClientConnectorError:
+                                await asyncio.sleep(0.05)
+                        for dead in ([], [fleet.prefills[0], fleet.decode[1]]):
+                            for engine in dead:
+                                await engine.server.close()
+                            for stream in (False, True) * 3:
+                                body = {"prompt": "a", "stream": stream}
+                                async with client.post("/v1/completions", json=body) as answer:
+                                    assert answer.status == 200
+                                    assert ("[DONE]" in await answer.text()) == stream
+                finally:
+                    process.send_signal(signal.SIGTERM)
+            assert process.returncode == 0
+
+    run(test())
