@@ -97,6 +97,7 @@ def pair(zygote: object, tmp_path_factory: pytest.TempPathFactory, request: pyte
     make: Models = request.getfixturevalue("model")
     served, port = with_tokenizer(make("gemma3"), folder / "model"), free_port()
     command = [engine_python(), "-c", "from kvhma.cli import main; main()", "serve-pair", "--port", str(port)]
+    command += ["--front", "proxy"]
     environment = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "500"}
     with (
         collector() as (endpoint, traces),

@@ -43,6 +43,31 @@ def test_ports_are_different():
     assert len(set(ports)) == 20
 
 
+@pytest.mark.parametrize(
+    ("installed", "arguments", "module"),
+    [
+        ([], (), "kvhma.proxy"),
+        (["vllm_router"], (), "vllm_router.launch_router"),
+        (["vllm_router"], ("--front", "proxy"), "kvhma.proxy"),
+    ],
+)
+def test_what_clients_ask(monkeypatch, tmp_path, installed, arguments, module):
+    """vllm-router if it is installed; without it a line says how to get it."""
+    known = [*installed, "vllm", "aiohttp", "prometheus_client"]
+    monkeypatch.setattr(serve_pair.importlib.util, "find_spec", lambda name: name if name in known else None)
+    ran = []
+    monkeypatch.setattr(serve_pair, "run", lambda parts, ready: ran.extend(parts) or 1)
+    done = cli("serve-pair", "m", "--port", 7, "--logs", tmp_path, *arguments)
+    assert done.code == 1
+    assert ("kvhma[router]" in done.err) == (not installed)
+    prefill, decode, front = ran
+    command = " ".join(front.command)
+    assert f"-m {module} " in command
+    assert f"--port 7 --prefill http://{prefill.address} --decode http://{decode.address}" in command
+    assert front.address == "127.0.0.1:7"
+    assert all("--enable-prompt-tokens-details" in engine.command for engine in (prefill, decode))
+
+
 def test_missing_programs_are_named(monkeypatch):
     monkeypatch.setattr(serve_pair.importlib.util, "find_spec", lambda name: None)
     done = cli("serve-pair", "m")

@@ -19,8 +19,14 @@ import click
 from kvhma.cli.doctor import installed
 from kvhma.cli.processes import Part, run
 
-_MODULES = {"vllm": "kvhma[vllm]", "aiohttp": "kvhma[proxy]", "prometheus_client": "kvhma[proxy]"}
-"""Required modules, and the extras that install them."""
+_MODULES = {
+    "router": {"vllm": "kvhma[vllm]", "vllm_router": "kvhma[router]"},
+    "proxy": {"vllm": "kvhma[vllm]", "aiohttp": "kvhma[proxy]", "prometheus_client": "kvhma[proxy]"},
+}
+"""By front the required modules, and the extras that install them."""
+
+_CHECKS = "--health-check-interval-secs 2 --health-failure-threshold 1 --worker-startup-check-interval 1"
+"""Otherwise vllm-router notices in 30 s that an engine has started, and in 3 minutes that it is gone."""
 
 
 @click.command("serve-pair", context_settings={"ignore_unknown_options": True})
@@ -32,6 +38,11 @@ _MODULES = {"vllm": "kvhma[vllm]", "aiohttp": "kvhma[proxy]", "prometheus_client
 @click.option("--decode-devices", metavar="LIST", help="The same of the decode engine, for example 1,2.")
 @click.option("--prefill-tp", type=click.IntRange(1), default=1, show_default=True, help="Tensor-parallel ranks.")
 @click.option("--decode-tp", type=click.IntRange(1), default=1, show_default=True, help="Those of the decode engine.")
+@click.option(
+    "--front",
+    type=click.Choice([*_MODULES]),
+    help="What clients ask: vllm-router, which is the default if it is installed, or kvhma.proxy.",
+)
 @click.option("--logs", type=click.Path(file_okay=False, path_type=Path), help="Folder for the logs of the three.")
 def serve_pair(
     model: str, options: tuple[str, ...], port: int, host: str, logs: Path | None, **of_engines: str | int | None
@@ -43,7 +54,8 @@ def serve_pair(
     has ended by itself. The engines have a new secret in common, unless KVHMA_SECRET has one. For engines on several
     hosts see docs/start.md.
     """
-    for module, extra in _MODULES.items():
+    front = str(of_engines["front"] or ("router" if importlib.util.find_spec("vllm_router") else "proxy"))
+    for module, extra in _MODULES[front].items():
         if importlib.util.find_spec(module) is None:
             raise click.UsageError(f"{module} is not installed: pip install '{extra}'")
     folder = logs or Path(tempfile.mkdtemp(prefix="kvhma-"))
@@ -55,11 +67,20 @@ def serve_pair(
         _engine("decode", model, options, decode, decode_side, folder, of_engines, environment),
     ]
     urls = [f"http://127.0.0.1:{number}" for number in (prefill, decode)]
-    asked = [sys.executable, "-m", "kvhma.proxy", "--host", host, "--port", str(port)]
-    asked += ["--prefill", urls[0], "--decode", urls[1]]
-    proxy = Part("proxy", asked, os.environ, folder / "proxy.log", f"{host}:{port}")
+    asked = [*_front(front), "--host", host, "--port", str(port), "--prefill", urls[0], "--decode", urls[1]]
     click.echo(f"starting a prefill and a decode engine; logs are in {folder}", err=True)
-    return run([*engines, proxy], _ready(model, f"http://{host}:{port}", urls[1]))
+    if front == "proxy" and not of_engines["front"]:
+        click.echo("clients ask kvhma.proxy; for vllm-router: pip install 'kvhma[router]'", err=True)
+    parts = [*engines, Part(front, asked, os.environ, folder / f"{front}.log", f"{host}:{port}")]
+    return run(parts, _ready(model, f"http://{host}:{port}", urls[1]))
+
+
+def _front(name: str) -> list[str]:
+    """Return the command of what clients ask, without its addresses."""
+    if name == "proxy":
+        return [sys.executable, "-m", "kvhma.proxy"]
+    router = [sys.executable, "-m", "vllm_router.launch_router", "--vllm-pd-disaggregation", "--policy", "round_robin"]
+    return [*router, "--prometheus-port", str(free_ports(1)[0]), *_CHECKS.split()]
 
 
 def _engine(
@@ -82,7 +103,7 @@ def _engine(
     command += ["--tensor-parallel-size", str(of_engines[f"{name}_tp"])]
     if name == "decode":
         transfer["kv_load_failure_policy"] = "recompute"
-        command.append("--enable-prompt-tokens-details")
+    command.append("--enable-prompt-tokens-details")  # vllm-router tells clients what P had cached
     command += ["--kv-transfer-config", json.dumps(transfer), *options]
     own = dict(environment)
     if not installed("vllm"):
