@@ -88,6 +88,21 @@ bench: dev ## micro-benchmarks: divan for the core, pytest-benchmark for Python,
 	$(BIN)/python benches/cuts.py >> benches/RESULTS.md
 	cat benches/RESULTS.md
 
+# Debian's package; CI goes on without it.
+APT_VALGRIND := apt-get install -qq -y valgrind
+SUDO := $(if $(filter-out 0,$(shell id -u)),sudo -n)
+.PHONY: valgrind
+valgrind:
+	@command -v valgrind >/dev/null || timeout 100 $(SUDO) sh -c '$(APT_VALGRIND) || apt-get update && $(APT_VALGRIND)' \
+		>/dev/null 2>&1 || \
+		{ echo "instructions are not counted: valgrind is missing, and apt-get cannot install it" >&2; exit 1; }
+
+# With both packages cargo takes the core that maturin has built.
+.PHONY: bench-instructions
+bench-instructions: build valgrind ## instructions of the core beside those recorded, more than 3 % fails (ARGS=--record)
+	cargo build -q --release --locked -p kvhma-core -p kvhma-py --bin instructions
+	$(BIN)/python benches/instructions.py $(or $(CARGO_TARGET_DIR),target)/release/instructions $(ARGS)
+
 .PHONY: wheel
 wheel: build ## build a wheel for this machine into dist/
 	$(BIN)/maturin build --release -q -o dist
