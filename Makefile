@@ -103,6 +103,13 @@ bench-instructions: build valgrind ## instructions of the core beside those reco
 	cargo build -q --release --locked -p kvhma-core -p kvhma-py --bin instructions
 	$(BIN)/python benches/instructions.py $(or $(CARGO_TARGET_DIR),target)/release/instructions $(ARGS)
 
+# The allocator keeps its memory: else most of the time is the system's, for pages that it takes and gives again.
+.PHONY: bench-shapes
+bench-shapes: build ## ns and bytes of an id over blocks, groups, layers, ranks, requests and cuts, in benches/RESULTS_SHAPES.md
+	MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=4000000000 PYTHONPATH=python \
+		$(BIN)/python benches/shapes.py --picture docs/assets/shapes.svg > benches/RESULTS_SHAPES.md
+	cat benches/RESULTS_SHAPES.md
+
 .PHONY: wheel
 wheel: build ## build a wheel for this machine into dist/
 	$(BIN)/maturin build --release -q -o dist

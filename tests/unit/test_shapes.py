@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `make bench-shapes` calls a cliff, and what it publishes."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from support.programs import program
+
+ROOT = Path(__file__).parents[2]
+shapes = program("benches/shapes.py")
+Line, Point = shapes.Line, shapes.Point
+
+
+def cliffs(*calls: tuple[int, float]) -> int:
+    """How many cliffs a function has that takes so many ns for so many ids."""
+    return len(Line("f", [Point(str(ids), ids, ns) for ids, ns in calls]).cliffs())
+
+
+@pytest.mark.parametrize(
+    ("calls", "found"),
+    [
+        ([(1, 1000), (4, 1000), (16, 1100), (64, 1500)], 0),  # a fixed cost that all share
+        ([(1000, 1000), (4000, 11_900)], 0),
+        ([(1000, 1000), (4000, 12_100)], 1),  # an id takes more than three times as long
+        ([(1000, 2900), (4000, 1000)], 0),
+        ([(1000, 3100), (4000, 1000)], 1),  # the smaller call takes more than three times as long
+        ([(4000, 1000), (1000, 3100)], 1),  # an axis along which ids become fewer
+        ([(256, 68e6), (256, 145e3)], 1),  # kernel blocks of 2047 and 2048 once
+        ([(256, 145e3), (256, 68e6), (256, 145e3)], 2),
+    ],
+)
+def test_what_a_cliff_is(calls, found):
+    assert cliffs(*calls) == found
+
+
+def test_a_point_is_nanoseconds_and_bytes_of_an_id():
+    assert str(Point("4", 100, 250)) == "2.50"
+    assert str(Point("4", 100, 250, peak=4_800)) == "2.50 · 48 B"
+
+
+def test_texts_of_the_picture_lie_beside_each_other():
+    line = Line("descriptor_ids", [Point(f"{2**power:,}", 2**power, 500 + 2**power) for power in range(21)])
+    sweep = replace(shapes.SWEEPS[0], lines=[line, replace(line, name="Plan.ids")])
+    drawn = shapes.draw([sweep, replace(sweep, title="Groups")])
+    boxes = []
+    for x, y, style, text in re.findall(r'<text x="(\S+)" y="(\S+)" class="([^"]*)">([^<]*)', drawn):
+        width = 7 * len(text)
+        start = float(x) - width * (0.5 if "mid" in style else 1 if "end" in style.split() else 0)
+        boxes.append((start, start + width, float(y), text))
+    assert len(boxes) > 20
+    for one, other in itertools.combinations(boxes, 2):
+        beside = one[1] <= other[0] or other[1] <= one[0]
+        assert beside or abs(one[2] - other[2]) >= 11, (one, other)
+
+
+def test_what_is_published_has_no_cliff():
+    published = (ROOT / "benches/RESULTS_SHAPES.md").read_text(encoding="utf-8")
+    assert published.endswith("## Cliffs\n\nNone.\n")
+    titles = re.findall(r"^## (.*)$", published, re.MULTILINE)
+    assert titles[:-2] == [sweep.title for sweep in shapes.SWEEPS]
