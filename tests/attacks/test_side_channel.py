@@ -488,6 +488,20 @@ def test_an_answer_counts_until_all_of_it_is_taken(monkeypatch):
         assert received(raw, 1 << 20), "the last one has all of its answer"
 
 
+def test_a_connection_that_the_listener_closes_counts_for_nothing(monkeypatch):
+    """Formerly the listener counted what a connection had stored before it closed it, and counted that for ever."""
+    made, make = [], connections.Connections
+    monkeypatch.setattr(server, "Connections", lambda *of: made.append(make(*of)) or made[-1])
+    monkeypatch.setattr(connections, "MAX_QUESTIONS_BYTES", 1000)
+    monkeypatch.setattr(connection.Connection, "answer_bytes", property(lambda of: 5 * bool(of.question_bytes)))
+    with listening() as found:
+        with connect(found.at) as raw:
+            raw.sendall(framed(bytes(MAX_QUESTION_BYTES))[:4000])
+            assert has_ended(raw, HANG_SECONDS)
+        answers(found.at)  # so the listener has gone on
+        assert (made[0]._questions._sum, made[0]._answers._sum) == (0, 0)
+
+
 # --- S4: bytes of an answer -----------------------------------------------------------------------------------
 
 

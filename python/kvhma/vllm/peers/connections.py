@@ -169,8 +169,12 @@ class Connections:
             self._enter_group(connection, answered=True)
         if connection.events != events:
             self._selector.modify(connection.fileno(), connection.events, connection)
-        for budget, stored in ((self._questions, connection.question_bytes), (self._answers, connection.answer_bytes)):
-            for largest in budget.note_stored(connection, stored):
+        # Both budgets count before a connection closes: a closed connection stores nothing.
+        for largest in {
+            self._questions.note_stored(connection, connection.question_bytes),
+            self._answers.note_stored(connection, connection.answer_bytes),
+        }:
+            if largest is not None:
                 logger.warning(
                     "kvhma: closing the connection from %s, which sends too much or does not take its answers",
                     largest.host,
@@ -301,16 +305,16 @@ class _Budget:
         self._stored: dict[Connection, int] = {}
         self._sum = 0
 
-    def note_stored(self, connection: Connection, stored: int) -> list[Connection]:
-        """Note the bytes that a connection has stored; return the largest connections, which are to be closed."""
+    def note_stored(self, connection: Connection, stored: int) -> Connection | None:
+        """Note the bytes that a connection has stored; return the connection to close if all store too much."""
         if not stored and connection not in self._stored:
-            return []
+            return None
         self._sum += stored - self._stored.pop(connection, 0)
         if stored:
             self._stored[connection] = stored
         if self._sum <= self._limit:
-            return []
-        return [max(self._stored, key=self._stored.__getitem__)]
+            return None
+        return max(self._stored, key=self._stored.__getitem__)
 
 
 def _network(host: str) -> str:
