@@ -137,7 +137,7 @@ class AllowedSources:
         return any(AllowedEngines.at(named).covers(address) for named in self.named)
 
 
-@lru_cache  # the step of an engine asks for each request, mostly about the same few hosts
+@lru_cache(1024)  # the step of an engine asks for each request, mostly about the same few hosts
 def _is_private(host: str) -> bool:
     network = _network(host.partition("%")[0])
     return network is not None and any(network[0] in private for private in _PRIVATE)

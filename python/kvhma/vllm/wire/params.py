@@ -71,7 +71,7 @@ class Address(NamedTuple):
         return f"{self.host}:{self.port}"
 
 
-@lru_cache
+@lru_cache(1024)  # clients name the hosts
 def _is_wildcard(host: str) -> bool:
     with contextlib.suppress(OSError, ValueError):
         return not any(socket.inet_aton(host))  # the resolver reads "0" and "0x0" as 0.0.0.0 too
@@ -82,7 +82,7 @@ def _is_wildcard(host: str) -> bool:
     return not int(found.ipv4_mapped or found)
 
 
-@lru_cache
+@lru_cache(1024)  # clients name the hosts
 def _is_numeric(host: str) -> bool:
     host, _, scope = host.partition("%")
     try:
