@@ -3,6 +3,8 @@
 
 import contextlib
 import socket
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +12,9 @@ from kvhma.vllm.holds.lease_table import LeaseTable
 from kvhma.vllm.holds.offers import TicketTable
 from kvhma.vllm.loads.lease_renewer import LeaseRenewer
 from kvhma.vllm.loads.ticket_followers import MAX_FOLLOWED, TicketFollowers
+from kvhma.vllm.peers import client, peers
 from kvhma.vllm.peers.peers import Peers
+from kvhma.vllm.peers.room import MAX_AT_UNKNOWN_ADDRESS
 from kvhma.vllm.peers.server import Listener, LocalEngine
 from kvhma.vllm.wire.messages import (
     PROTOCOL,
@@ -102,3 +106,39 @@ def test_an_honest_engine_beside_500_silent_and_1000_refusing_addresses(met):
         # The release, after which P may free its blocks.
         renewer.release_claim(p.at, p.claim, Outcome.READ)
         until(lambda: not len(p.leases))
+
+
+def test_silent_addresses_fill_their_share_and_a_new_engine_waits_for_one_timeout(monkeypatch):
+    """The clock of D's thread stands still but for one timeout, so no other time passes."""
+    now = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], thread_time=lambda: 0.0, sleep=time.sleep)
+    monkeypatch.setattr(client, "time", clock)
+    monkeypatch.setattr(peers, "time", clock)
+    with contextlib.ExitStack() as stack:
+        met, new = (stack.enter_context(contextlib.closing(P())) for _ in range(2))
+        asking = stack.enter_context(contextlib.closing(Peers(20.0, NO_SECRETS, Counted())))
+
+        def ask(address):
+            return asking.ask(address, AskEngineInfo(PROTOCOL), EngineInfo)
+
+        ask(met.at).result(END)
+        limit = asking._room.limit
+        share = limit * 3 // 4
+        listening = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(limit // 2)]
+        silent = [Address(*one.getsockname()) for one in listening]
+        calls = [ask(address) for _ in range(2) for address in silent]
+        many = silent[: share // MAX_AT_UNKNOWN_ADDRESS]  # these could take the whole share again
+        calls += [ask(address) for _ in range(MAX_AT_UNKNOWN_ADDRESS) for address in many]
+        until(lambda: not asking._asked)
+        waits = ask(new.at)
+        # D has met this engine, and asks it at once.
+        for _ in range(10):
+            ask(met.at).result(HANG_SECONDS)
+        assert asking._room._waiting_unknown == share < len(calls)
+        assert not waits.done()
+        assert not any(call.done() for call in calls)
+        # The addresses that have failed come last.
+        now[0] += asking.timeout
+        asking._wake()
+        assert waits.result(HANG_SECONDS).engine_id == "p"
+        assert sum(call.done() for call in calls) == share
