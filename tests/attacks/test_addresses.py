@@ -109,7 +109,7 @@ def test_an_honest_engine_beside_500_silent_and_1000_refusing_addresses(met):
 
 
 def test_silent_addresses_fill_their_share_and_a_new_engine_waits_for_one_timeout(monkeypatch):
-    """The clock of D's thread stands still but for one timeout, so no other time passes."""
+    """D's thread sees no time pass but this timeout."""
     now = [1000.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], thread_time=lambda: 0.0, sleep=time.sleep)
     monkeypatch.setattr(client, "time", clock)

@@ -368,8 +368,23 @@ def test_handshakes_at_a_time_are_bounded(monkeypatch, hosts):
             answers(found.at, A)
         assert found.counted.by_label("side_channel_refused")["room"] >= 30 - 8
         assert sum(has_ended(raw, 0.001) for raw in raws) >= 30 - 8
-        assert has_ended(honest, 0.001) is (hosts > 1), "it is the oldest, but one host does not end another's"
+        assert not has_ended(honest, 0.001), "it is the oldest, but comes from an engine's host"
         is_answered(engine)
+
+
+@pytest.mark.parametrize("flood", ["of unknown hosts", "of an engine's host"])
+def test_handshakes_of_engines_and_of_unknown_hosts_do_not_end_each_other(monkeypatch, flood):
+    """Formerly 64 hosts with 8 handshakes each ended those of an engine's host that began more than 8."""
+    monkeypatch.setattr(connections, "MAX_HANDSHAKES", 16)
+    unknown = [f"127.0.3.{number % 8 + 1}" for number in range(16)]
+    many, few = (unknown, ["127.0.0.1"] * 6) if flood == "of unknown hosts" else (["127.0.0.1"] * 16, unknown[:6])
+    with listening(secrets=A) as found, Client(found.at, 5, A) as engine, contextlib.ExitStack() as stack:
+        is_answered(engine)
+        raws = [stack.enter_context(connect(found.at, source)) for source in many + few]
+        for raw in raws:
+            begin_handshake(raw)
+        is_answered(engine)  # so the listener has closed what it closes
+        assert [has_ended(raw, 0.001) for raw in raws] == [True] * 6 + [False] * 16
 
 
 def begin_handshake(raw):

@@ -25,7 +25,7 @@ MAX_CONNECTIONS = 4096
 """Beyond it, and beyond a quarter of the process's file descriptors, the listener closes the idlest connection."""
 
 MAX_HANDSHAKES = 512
-"""TLS handshakes at a time. Beyond it the listener closes the oldest of the network with the most.
+"""TLS handshakes at a time. Beyond it the listener closes one of the network with the most.
 
 OpenSSL stores up to 220 KiB for a handshake of an unknown peer, and 36 KiB for an engine's connection."""
 
@@ -188,9 +188,7 @@ class Connections:
             return
         self._handshakes[connection] = None
         if len(self._handshakes) > MAX_HANDSHAKES:
-            networks = [self._group_of[begun].network for begun in self._handshakes]
-            ((largest, number),) = Counter(networks).most_common(1)
-            oldest = list(self._handshakes)[networks.index(largest)]
+            oldest, number = self._choose_handshake()
             logger.warning(
                 "kvhma: %d TLS handshakes at a time; closing the oldest of %d from %s",
                 len(self._handshakes),
@@ -198,6 +196,20 @@ class Connections:
                 oldest.host,
             )
             self._close_connection(oldest, "room")
+
+    def _choose_handshake(self) -> tuple[Connection, int]:
+        """Return the handshake to close, and the number of handshakes from its network.
+
+        It comes from networks with an answered connection or from the others, whichever have more handshakes. So
+        unknown hosts, however many, close none of an engine's host, and that host closes none of theirs.
+        """
+        networks = Counter(self._group_of[begun].network for begun in self._handshakes)
+        answered = {network for network in networks if _Group(True, network) in self._groups}
+        of_answered = sum(networks[network] for network in answered) > len(self._handshakes) // 2
+        chosen = (network for network in networks if (network in answered) is of_answered)
+        largest = max(chosen, key=networks.__getitem__)
+        oldest = next(begun for begun in self._handshakes if self._group_of[begun].network == largest)
+        return oldest, networks[largest]
 
     def _note_waiting(self, connection: Connection, tickets: tuple[bytes, ...]) -> None:
         """Note the tickets whose progress a connection waits for; none if it does not wait."""
