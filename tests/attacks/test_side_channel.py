@@ -123,7 +123,8 @@ def test_strangers_do_not_take_all_of_the_time(monkeypatch):
         return clock.used
 
     monkeypatch.setattr(connections, "_SWEEP_SECONDS", 0.01)
-    monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: clock.now, thread_time=thread_time))
+    fake = SimpleNamespace(monotonic=lambda: clock.now, thread_time=thread_time, sleep=time.sleep)
+    monkeypatch.setattr(connections, "time", fake)
     at = Address("127.0.0.1", free_port())
     with contextlib.ExitStack() as stack:
         listening_at = stack.enter_context(server._bind(at))
@@ -153,6 +154,38 @@ def test_strangers_do_not_take_all_of_the_time(monkeypatch):
         assert len(served._group_of) == before == 9
         clock.now = served._accept_at
         assert is_served(late)
+
+
+@pytest.mark.parametrize("secrets", [NO_SECRETS, Secrets([b"s" * 32])], ids=["without a secret", "with a secret"])
+def test_questions_without_end_take_half_of_a_core_at_most(monkeypatch, secrets):
+    """Formerly a host without a secret that had one answer took all of a core from the engine's thread."""
+    clock = SimpleNamespace(used=0.0, slept=0.0)
+
+    def thread_time():
+        clock.used += 0.002  # each reading: 2 ms for each question
+        return clock.used
+
+    def sleep(seconds):
+        clock.slept += seconds
+
+    fake = SimpleNamespace(monotonic=lambda: 100.0, thread_time=thread_time, sleep=sleep)
+    monkeypatch.setattr(connections, "time", fake)
+    at = Address("127.0.0.1", free_port())
+    with contextlib.ExitStack() as stack:
+        listening_at = stack.enter_context(server._bind(at))
+        served = connections.Connections(listening_at, secrets, lambda data: Done(), Counted())
+        stack.enter_context(contextlib.closing(served))
+        client = stack.enter_context(contextlib.closing(Client(at, HANG_SECONDS, secrets, wait=False)))
+        questions = 0
+        while questions < 100:
+            if not client.waiting:
+                client.send(AskEngineInfo(PROTOCOL))
+            served.serve()
+            served._accept_at = 0.0
+            if client.poll():
+                client.receive(Done)
+                questions += 1
+        assert (clock.slept >= 0.9 * 100 * 0.002) is not secrets.enabled
 
 
 def test_progress_of_tickets_is_not_the_time_of_strangers(monkeypatch):
@@ -848,6 +881,7 @@ def test_out_of_descriptors_the_listener_waits(turns, listener):
 
 def test_the_log_has_few_lines_about_untrusted_messages(address, caplog, monkeypatch):
     # Before, this wrote 13 MB of log a second.
+    monkeypatch.setattr(peer_log, "_SECONDS", 1e9)
     with Client(address, 5, NO_SECRETS) as client:
         for number in range(2000):
             client.ask(Refused(f"engine-{number}", "no " * 1000), Done)

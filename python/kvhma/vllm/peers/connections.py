@@ -42,7 +42,8 @@ _SWEEP_SECONDS = 1.0
 _UNKNOWN_PEERS_SECONDS = 0.01
 """CPU time for connections that were never answered. After that the listener accepts nothing for as long.
 
-So unknown peers that connect without end get half of a core, and wait in the kernel."""
+So unknown peers that connect without end get half of a core, and wait in the kernel. Without a secret any host gets
+answers: after as much CPU time for questions the listener sleeps for as long."""
 
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -91,6 +92,8 @@ class Connections:
         self._accept_at = self._swept = time.monotonic()
         self._spent_on_unknown_peers = 0.0
         """CPU seconds since the listener last accepted nothing."""
+        self._busy = 0.0
+        """CPU seconds for questions without a secret, less the time that the listener has waited since."""
         self._selector = selectors.DefaultSelector()
         self._accept_again()
 
@@ -111,7 +114,9 @@ class Connections:
         until = self._swept + _SWEEP_SECONDS
         if not self._accepting:
             until = min(until, self._accept_at)
-        for key, _ in self._selector.select(max(0.0, until - now)):
+        events = self._selector.select(max(0.0, until - now))
+        self._busy = max(0.0, self._busy - (time.monotonic() - now))
+        for key, _ in events:
             group, started = self._group_of.get(key.data), time.thread_time()
             if key.fileobj is self._listening:
                 self._accept()
@@ -119,8 +124,16 @@ class Connections:
                 self._answer_waiting()
             elif group is not None:
                 self._advance(key.data, key.data.advance)
-            if key.fileobj is not self._waker and (group is None or not group.answered):
-                self._spent_on_unknown_peers += time.thread_time() - started
+            if key.fileobj is self._waker:
+                continue
+            spent = time.thread_time() - started
+            if group is None or not group.answered:
+                self._spent_on_unknown_peers += spent
+            elif not self._secrets.enabled:
+                self._busy += spent
+            if self._busy > _UNKNOWN_PEERS_SECONDS:
+                time.sleep(self._busy)
+                self._busy = 0.0
         if self._accepting and self._spent_on_unknown_peers > _UNKNOWN_PEERS_SECONDS:
             self._rest(self._spent_on_unknown_peers)
         if time.monotonic() - self._swept >= _SWEEP_SECONDS:
