@@ -14,7 +14,7 @@ from kvhma.vllm.loads.lease_renewer import LeaseRenewer
 from kvhma.vllm.loads.ticket_followers import MAX_FOLLOWED, TicketFollowers
 from kvhma.vllm.peers import client, peers
 from kvhma.vllm.peers.peers import Peers
-from kvhma.vllm.peers.room import MAX_AT_UNKNOWN_ADDRESS
+from kvhma.vllm.peers.room import MAX_AT_ADDRESS, MAX_AT_UNKNOWN_ADDRESS
 from kvhma.vllm.peers.server import Listener, LocalEngine
 from kvhma.vllm.wire.messages import (
     PROTOCOL,
@@ -108,37 +108,70 @@ def test_an_honest_engine_beside_500_silent_and_1000_refusing_addresses(met):
         until(lambda: not len(p.leases))
 
 
-def test_silent_addresses_fill_their_share_and_a_new_engine_waits_for_one_timeout(monkeypatch):
-    """D's thread sees no time pass but this timeout."""
+@pytest.fixture
+def pass_timeout(monkeypatch):
+    """D's thread sees no time pass but a timeout when a test calls this."""
     now = [1000.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], thread_time=lambda: 0.0, sleep=time.sleep)
     monkeypatch.setattr(client, "time", clock)
     monkeypatch.setattr(peers, "time", clock)
+
+    def passes(asking):
+        now[0] += asking.timeout
+        asking._wake()
+
+    return passes
+
+
+def ask(asking, address):
+    return asking.ask(address, AskEngineInfo(PROTOCOL), EngineInfo)
+
+
+def silent_addresses(stack, number):
+    listening = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
+    return [Address(*one.getsockname()) for one in listening]
+
+
+def test_silent_addresses_fill_their_share_and_a_new_engine_waits_for_one_timeout(pass_timeout):
     with contextlib.ExitStack() as stack:
         met, new = (stack.enter_context(contextlib.closing(P())) for _ in range(2))
         asking = stack.enter_context(contextlib.closing(Peers(20.0, NO_SECRETS, Counted())))
-
-        def ask(address):
-            return asking.ask(address, AskEngineInfo(PROTOCOL), EngineInfo)
-
-        ask(met.at).result(END)
+        ask(asking, met.at).result(END)
         limit = asking._room.limit
         share = limit * 3 // 4
-        listening = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(limit // 2)]
-        silent = [Address(*one.getsockname()) for one in listening]
-        calls = [ask(address) for _ in range(2) for address in silent]
+        silent = silent_addresses(stack, limit // 2)
+        calls = [ask(asking, address) for _ in range(2) for address in silent]
         many = silent[: share // MAX_AT_UNKNOWN_ADDRESS]  # these could take the whole share again
-        calls += [ask(address) for _ in range(MAX_AT_UNKNOWN_ADDRESS) for address in many]
+        calls += [ask(asking, address) for _ in range(MAX_AT_UNKNOWN_ADDRESS) for address in many]
         until(lambda: not asking._asked)
-        waits = ask(new.at)
+        waits = ask(asking, new.at)
         # D has met this engine, and asks it at once.
         for _ in range(10):
-            ask(met.at).result(HANG_SECONDS)
+            ask(asking, met.at).result(HANG_SECONDS)
         assert asking._room._waiting_unknown == share < len(calls)
         assert not waits.done()
         assert not any(call.done() for call in calls)
         # The addresses that have failed come last.
-        now[0] += asking.timeout
-        asking._wake()
+        pass_timeout(asking)
         assert waits.result(HANG_SECONDS).engine_id == "p"
         assert sum(call.done() for call in calls) == share
+
+
+def test_addresses_that_replied_once_and_then_are_silent_delay_an_engine_by_one_timeout(pass_timeout):
+    """Each has the room of an engine, so together they can have all of it. Then they have failed, and come last."""
+    with contextlib.ExitStack() as stack:
+        met = stack.enter_context(contextlib.closing(P()))
+        asking = stack.enter_context(contextlib.closing(Peers(20.0, NO_SECRETS, Counted())))
+        ask(asking, met.at).result(END)
+        limit = asking._room.limit
+        replied = silent_addresses(stack, -(-limit // MAX_AT_ADDRESS))
+        for address in replied:
+            asking._room.note_answer(address)
+        calls = [ask(asking, address) for _ in range(2 * MAX_AT_ADDRESS) for address in replied]
+        until(lambda: asking._room._waiting_all == limit)
+        waits = ask(asking, met.at)
+        until(lambda: not asking._asked)
+        assert not waits.done()
+        pass_timeout(asking)
+        assert waits.result(HANG_SECONDS).engine_id == "p"
+        assert sum(call.done() for call in calls) == limit
