@@ -444,3 +444,26 @@ def test_p_that_says_more_than_it_was_asked(asking: Peers) -> None:
         call = asking.ask(address, Renew([]), Done)
         with pytest.raises(HandshakeError, match="more than it was asked"):
             call.result(END)
+
+
+def test_only_the_thread_ends_calls_if_it_is_late_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formerly :meth:`Peers.close` ran callbacks beside the thread, which raised since a dictionary had changed."""
+    monkeypatch.setattr(peers, "_CLOSE_SECONDS", 0.0)
+    is_late, may_end, ended_in = threading.Event(), threading.Event(), []
+
+    def late(now: float) -> float:
+        is_late.set()
+        may_end.wait()
+        return now + 100.0
+
+    with closing(Peers(5, OPEN, Counted())) as asking:
+        asking.run_task(late)
+        is_late.wait()
+        call = asking.ask(Address("127.0.0.1", 1), INFO, EngineInfo)
+        call.add_done_callback(lambda _: ended_in.append(threading.current_thread().name))
+        asking.close()
+        assert not call.done()
+        may_end.set()
+        with pytest.raises(HandshakeTimeoutError):
+            call.result(HANG_SECONDS)
+        until(lambda: ended_in == ["kvhma-peers"])

@@ -15,7 +15,7 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -211,15 +211,14 @@ class Peers:
         return self._thread is not None
 
     def close(self) -> None:
-        """Stop the thread. Calls without an answer fail."""
+        """Stop the thread, which then ends calls without an answer: their callbacks belong to it."""
         with self._lock:
             self._closing = True
         self._wake()
         if self._thread is not None:
             self._thread.join(_CLOSE_SECONDS)
-        while self._asked:
-            call = self._asked.popleft()
-            _fail(call, HandshakeTimeoutError(f"{call.address} is not asked: this engine stops"))
+        else:
+            self._fail_all(self._asked)
         for address in list(self._pools):
             self.close_idle(address)
         if self._waker is not None:
@@ -475,9 +474,12 @@ class Peers:
         for call in list(self._active):
             self._disconnect(call)
         queued = [call for queue in self._queues.values() for call in queue]
-        for call in [*self._active, *queued]:
-            _fail(call, HandshakeTimeoutError(f"{call.address} has not answered: this engine stops"))
+        self._fail_all([*self._active, *queued, *self._asked])
         self._selector.close()
+
+    def _fail_all(self, calls: Iterable[Call[Any]]) -> None:
+        for call in calls:
+            _fail(call, HandshakeTimeoutError(f"{call.address} has not answered: this engine stops"))
 
 
 def _fail(call: Call[Any], error: BaseException) -> None:
