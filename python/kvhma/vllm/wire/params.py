@@ -13,8 +13,9 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
+from operator import attrgetter
 from typing import Annotated, Any, NamedTuple
 
 from kvhma._kvhma import ids_to_text, text_to_ids
@@ -34,6 +35,7 @@ from kvhma.vllm.wire.values import (
     integer,
     keys_of,
     read_value,
+    read_values,
     rows,
 )
 
@@ -224,18 +226,15 @@ class PrefillParams(NamedTuple):
         """Return the claim of a reader."""
         return LeaseClaim(self.lease_key, reader, self.digest)
 
-    def _written(self, keys: Mapping[str, Key]) -> Iterator[tuple[Key, Any]]:
-        """Return the keys whose values are written, and the values."""
-        for name, key in keys.items():
-            value = getattr(self.lease_key if name in LeaseKey._fields else self, name)
-            if name not in self._field_defaults or value != self._field_defaults[name]:
-                yield key, value
+    def _optional(self) -> list[tuple[Key, Any]]:
+        """Return the optional keys whose values are written, and the values."""
+        values = zip(_OPTIONAL.items(), _optional_values(self), strict=True)
+        return [(key, value) for (name, key), value in values if value != self._field_defaults[name]]
 
     def _signed_bytes(self, spans: list[list[Any]]) -> bytes:
         """Return the bytes that the digest covers, with the spans as the parameters write them."""
-        required = [value for _, value in self._written(_REQUIRED)]
-        optional = [key.signed(value) for key, value in self._written(_OPTIONAL)]
-        return json.dumps([VERSION, *required, spans, *optional]).encode()
+        optional = [key.signed(value) for key, value in self._optional()]
+        return json.dumps([VERSION, *_required_values(self), spans, *optional]).encode()
 
     def to_params(
         self, secrets: Secrets, *, pp_size: int, dcp_size: int = 1, next_turn: bool = False
@@ -246,6 +245,7 @@ class PrefillParams(NamedTuple):
         """
         spans = [[span.first, ids_to_text(span.ids)] for span in self.spans]
         digest = secrets.sign(self._signed_bytes(spans))
+        required = zip(_REQUIRED.values(), _required_values(self), strict=True)
         params: dict[str, Any] = {
             "do_remote_prefill": not next_turn,
             "do_remote_decode": next_turn,
@@ -262,11 +262,11 @@ class PrefillParams(NamedTuple):
             "transfer_mode": "pull",
             "kvhma": {
                 "version": VERSION,
-                **{key.short: key.form.write(value) for key, value in self._written(_REQUIRED) if key.is_own},
+                **{key.short: key.form.write(value) for key, value in required if key.is_own},
                 "signed": secrets.enabled,
                 "digest": digest.hex(),
                 "spans": spans,
-                **{key.short: key.form.write(value) for key, value in self._written(_OPTIONAL)},
+                **{key.short: key.form.write(value) for key, value in self._optional()},
             },
         }
         return params, digest
@@ -291,33 +291,35 @@ class PrefillParams(NamedTuple):
                 "and does the proxy pass on all keys?"
             )
         _VERSION.read(own)
-        found = {name: key.read(own if key.is_own else params) for name, key in _REQUIRED.items()}
-        found |= {name: key.read(own) for name, key in _OPTIONAL.items() if key.short in own}
-        lease_key = LeaseKey(*(found.pop(name) for name in LeaseKey._fields))
-        tp_size, pp_size = (None if params.get(key.name) is None else key.read(params) for key in _RANKS)
-        address = read_address(params)
-        remote = cls(address=address, lease_key=lease_key, spans=(), tp_size=tp_size, pp_size=pp_size, **found)
+        given = {name: key for name, key in _OPTIONAL.items() if key.short in own}
+        given |= {name: key for name, key in _RANKS.items() if params.get(name) is not None}
+        found = read_values(_REQUIRED | given, params, own)
+        lease_key = LeaseKey(found.pop("request_id"), found.pop("generation"))
+        remote = cls(address=read_address(params), lease_key=lease_key, spans=(), **found)
         _check_order(remote)
-        spans = [list(span) for span in _SPANS.read(own)]
-        digest = bytes.fromhex(_DIGEST.read(own))
-        _check_digest(own, secrets, remote._signed_bytes(spans), digest)
-        remote = remote._replace(digest=digest)
+        proof = read_values(_PROOF, params, own)
+        spans, digest = [list(span) for span in proof["spans"]], bytes.fromhex(proof["digest"])
+        _check_digest(proof["signed"], secrets, remote._signed_bytes(spans), digest)
         if num_prompt_tokens is None:
-            return remote
+            return remote._replace(digest=digest)
         if remote.num_tokens > num_prompt_tokens:
             raise OtherPromptError(f"P computed {remote.num_tokens} tokens, this prompt has {num_prompt_tokens}")
-        return remote._replace(spans=_spans(spans, remote.num_tokens))
+        return remote._replace(digest=digest, spans=_spans(spans, remote.num_tokens))
 
 
-_ADDRESS = tuple(keys_of(Address).values())
+_ADDRESS = keys_of(Address)
 _VERSION = Key("kvhma.version", integer(VERSION, VERSION))
-_SIGNED = Key("kvhma.signed", FLAG)
-_DIGEST = Key("kvhma.digest", HEX_DIGITS)
-_SPANS = Key("kvhma.spans", rows(_WrittenSpan, _MAX_GROUPS))
-_RANKS = Key("tp_size", integer(1, _MAX_RANKS)), Key("pp_size", integer(1, _MAX_RANKS))
+_PROOF = {
+    "spans": Key("kvhma.spans", rows(_WrittenSpan, _MAX_GROUPS)),
+    "digest": Key("kvhma.digest", HEX_DIGITS),
+    "signed": Key("kvhma.signed", FLAG),
+}
+_RANKS = {name: Key(name, integer(1, _MAX_RANKS)) for name in ("tp_size", "pp_size")}
 _KEYS = keys_of(PrefillParams)
 _OPTIONAL = {name: key for name, key in _KEYS.items() if name in PrefillParams._field_defaults}
 _REQUIRED = {name: key for name, key in _KEYS.items() if name not in _OPTIONAL}
+_optional_values = attrgetter(*_OPTIONAL)
+_required_values = attrgetter(*(f"lease_key.{name}" if name in LeaseKey._fields else name for name in _REQUIRED))
 
 
 def read_address(params: Mapping[str, Any]) -> Address:
@@ -326,7 +328,7 @@ def read_address(params: Mapping[str, Any]) -> Address:
     Raises:
         RequestError: the address is missing, or means every address of a machine, where the reader would find itself.
     """
-    address = Address(*(key.read(params) for key in _ADDRESS))
+    address = Address(**read_values(_ADDRESS, params, {}))
     if address.is_wildcard:
         raise RequestError(
             f"kv_transfer_params: remote_host is {quote(address.host)}, expected where other engines reach P; set "
@@ -348,9 +350,8 @@ def random_id() -> int:
     return int.from_bytes(os.urandom(8), "little")
 
 
-def _check_digest(own: Mapping[str, Any], secrets: Secrets, signed: bytes, digest: bytes) -> None:
+def _check_digest(has_secret: bool, secrets: Secrets, signed: bytes, digest: bytes) -> None:
     """Refuse parameters that were changed, or that an engine with another secret wrote."""
-    has_secret = _SIGNED.read(own)
     if has_secret != secrets.enabled:
         who = "P has a secret, this engine has none" if has_secret else "this engine has a secret, P has none"
         raise RequestError(

@@ -71,6 +71,24 @@ class Key:
         return read_value(self.form, values.get(self.short), self.name)
 
 
+def read_values(keys: Mapping[str, Key], params: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of several keys, by field.
+
+    Raises:
+        RequestError: as of :meth:`Key.read`, for the first of them.
+    """
+    found = {}
+    for field_name, key in keys.items():
+        value = (own if key.is_own else params).get(key.short)
+        try:
+            found[field_name] = key.form.read(value, key.name)
+        except RequestError:  # a ValueError too: of a part of the value
+            raise
+        except ValueError:
+            raise _refusal(key.form, value, key.name) from None
+    return found
+
+
 def read_value(form: Form, value: Any, name: str) -> Any:
     """Return the value of what was written under `name`.
 
@@ -82,7 +100,11 @@ def read_value(form: Form, value: Any, name: str) -> Any:
     except RequestError:  # a ValueError too: of a part of the value
         raise
     except ValueError:
-        raise RequestError(f"kv_transfer_params: {name} is {quote(value)}, expected {form.expected}") from None
+        raise _refusal(form, value, name) from None
+
+
+def _refusal(form: Form, value: Any, name: str) -> RequestError:
+    return RequestError(f"kv_transfer_params: {name} is {quote(value)}, expected {form.expected}")
 
 
 INLINE = "inline"
@@ -151,8 +173,11 @@ def _matching(pattern: re.Pattern[str]) -> Callable[[Any, str], str]:
     return read
 
 
+_read_hex_64 = _matching(_HEX_64)
+
+
 def _read_id(value: Any, name: str) -> int:
-    return int(_matching(_HEX_64)(value, name), 16)
+    return int(_read_hex_64(value, name), 16)
 
 
 def _instance(kind: type[Any]) -> Callable[[Any, str], Any]:
