@@ -95,7 +95,7 @@ def test_a_step_without_work_waits_a_little(params, d, go_on, monkeypatch):
     asked = request(params=params)
     d.on_request_added(asked)
     threading.Timer(1e-3, go_on.set).start()
-    until(lambda: not d.on_step(STEP) or not list(d.decode._loads.comparing()))
+    until(lambda: not d.on_step(STEP) or not d.decode._loads.comparing)
     assert d.matched_tokens(asked, 0) == (40, True)
     d.on_blocks_allocated(asked, blocks(d), 40)
     assert len(d.on_step(STEP).loads) == 1

@@ -34,7 +34,7 @@ def walk(seed: int) -> list[tuple[LoadState, LoadEvent, LoadState, tuple[LoadEff
             loads.claimed(one, ("a claim",))  # type: ignore[arg-type]
         assert ("r" in loads.by_id) is not one.state.is_end
         assert ("r" in loads.unclaimed) <= (one.claim is None and not one.state.is_end)
-        assert [found.state for found in loads.comparing()] == [LoadState.COMPARING] * (
+        assert [found.state for found in loads.comparing.values()] == [LoadState.COMPARING] * (
             one.state is LoadState.COMPARING
         )
         steps.append((state, event, one.state, effects))
@@ -136,7 +136,7 @@ def test_an_event_that_a_state_cannot_meet_changes_nothing() -> None:
     loads.apply(one, LoadEvent.PARAMS)
     with pytest.raises(KeyError):
         loads.apply(one, LoadEvent.LOADED)
-    assert (one.state, list(loads.by_id), [found is one for found in loads.comparing()]) == (
+    assert (one.state, list(loads.by_id), [found is one for found in loads.comparing.values()]) == (
         LoadState.COMPARING,
         ["r"],
         [True],

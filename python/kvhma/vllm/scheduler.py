@@ -150,7 +150,8 @@ class KvhmaScheduler:
     def on_worker_results(self, output: KVConnectorOutput) -> None:
         """Pass on which loads have ended, whose step's results these are, and what the workers have summed."""
         report = output.kv_connector_worker_meta
-        if isinstance(report, WorkerReport):
+        if report is not None and isinstance(report, WorkerReport):  # the latter asks an abstract class
+            self.decode.on_worker_report(report)
             self.prefill.digests.on_worker_results(report)
             if report.step is not None:
                 self.prefill.settling.on_step_results(report.step)

@@ -38,6 +38,8 @@ _CANCELLED = "its follower has cancelled it"
 class OfferState(enum.Enum):
     """What followers can have of a request."""
 
+    __hash__ = object.__hash__  # `TABLE` is asked at each move: Enum's own would hash the name, in Python
+
     COMPUTING = "P computes the prompt: the blocks of settled tokens"
     HELD = "P has handed it off: the parameters of all blocks"
     ENDED = "nothing: there is no hand-off, or it is too late"
@@ -45,6 +47,8 @@ class OfferState(enum.Enum):
 
 class OfferEvent(enum.Enum):
     """What happens to an offer."""
+
+    __hash__ = object.__hash__  # `TABLE` is asked at each move: Enum's own would hash the name, in Python
 
     SETTLED = "more tokens are settled"
     OVERWRITTEN = "P may overwrite settled blocks from now on"

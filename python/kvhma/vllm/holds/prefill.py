@@ -145,22 +145,21 @@ class PrefillScheduler:
     def _free_ended(self, ended: Mapping[LeaseEnd, Sequence[EndedLease]]) -> None:
         """Free the blocks of requests whose lease has ended; count and log those that were not read."""
         stats, manager = self._context.stats, self._context.manager
-        for why, text in _UNREAD.items():
-            if unread := ended.get(why):
-                stats.count("expired", len(unread), label=why.value)
+        for why, leases in ended.items():
+            if text := _UNREAD.get(why):
+                stats.count("expired", len(leases), label=why.value)
                 logger.warning(
-                    "kvhma: the lease ended before the request was read: %s (%d requests: %s)", text, *_some(unread)
+                    "kvhma: the lease ended before the request was read: %s (%d requests: %s)", text, *_some(leases)
                 )
-        if evicted := ended.get(LeaseEnd.EVICTED):
-            stats.count("held_dropped", len(evicted))
-            peer_log.logger.warning(
-                "kvhma: evicting the oldest unclaimed requests: together they hold more blocks than max_held_share "
-                "allows (%d requests: %s)",
-                *_some(evicted),
-            )
-        for why in set(KEPT_TURN_ENDS.values()):
-            if turns := ended.get(why):
-                stats.count("answers", len(turns), label=why.value.removesuffix("_turn").replace("_", " "))
+            elif why is LeaseEnd.EVICTED:
+                stats.count("held_dropped", len(leases))
+                peer_log.logger.warning(
+                    "kvhma: evicting the oldest unclaimed requests: together they hold more blocks than max_held_share "
+                    "allows (%d requests: %s)",
+                    *_some(leases),
+                )
+            elif why in KEPT_TURN_ENDS.values():
+                stats.count("answers", len(leases), label=why.value.removesuffix("_turn").replace("_", " "))
         for key, blocks in itertools.chain.from_iterable(ended.values()):
             self._slots.release_slots(self._slots_held.pop(key, ()))
             self.digests.on_lease_ended(key)

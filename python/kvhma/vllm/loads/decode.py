@@ -65,6 +65,10 @@ _TICKET_ENDS = {
 }
 """Labels of the counter of followed tickets."""
 
+_WAITS = (LoadState.ASKING, LoadState.WAITING, LoadState.RETRYING)
+_HAS_BLOCKS = (LoadState.PIECES, LoadState.LOADING, LoadState.FAILING)
+_IS_READ = (LoadState.LOADING, LoadState.FAILING)
+
 _UNKNOWN = None, False
 """Answer to vLLM while the number of tokens to load is not known: it asks again in the next step."""
 
@@ -239,7 +243,7 @@ class DecodeScheduler:
 
     def _compare_finished(self, load: Load | None) -> Load | None:
         """Finish a comparison that still waits; return the load, or None if it has ended or there is no load."""
-        if load is not None and load.state is LoadState.COMPARING:
+        if load is not None and load.request_id in self._loads.comparing:
             self._compare_prompt(load)
         return None if load is None or load.state.is_end else load
 
@@ -266,15 +270,15 @@ class DecodeScheduler:
             # vLLM has preempted it, and the prefix cache has lost what it had loaded.
             load = Load(request)
             self._fail(load, _refused(_ITEMS_LOST))
-        if load.state is LoadState.FOLLOWING:
+        if load.followed is not None and load.state is LoadState.FOLLOWING:
             self._look_at_ticket(load)
             if load.followed is None and not load.state.is_end and request.request_id in self._items_end:
                 return _UNKNOWN  # vLLM looked up its blocks by the items before P's were adopted
-        if load.state is LoadState.COMPARING:
+        if request.request_id in self._loads.comparing:
             if not self._context.prompts.is_ready(request.request_id):
                 return _UNKNOWN
             self._compare_prompt(load)
-        if load.state in (LoadState.ASKING, LoadState.WAITING, LoadState.RETRYING):
+        if load.state in _WAITS:
             return self._answer_of_waiting(load, local)
         if load.state is LoadState.FOLLOWING and load.num_tokens:
             return _beyond(load, local)
@@ -348,7 +352,7 @@ class DecodeScheduler:
         """Make the read command for the blocks that vLLM has given a load; without external tokens it loads nothing."""
         self.failed.on_blocks_or_end(request.request_id)
         load = self._compare_finished(self.pending.get(request.request_id))
-        if load is None or load.state in (LoadState.PIECES, LoadState.LOADING, LoadState.FAILING):
+        if load is None or load.state in _HAS_BLOCKS:
             return
         if external <= 0:
             self._move(load, LoadEvent.NOTHING_TO_LOAD)
@@ -455,7 +459,8 @@ class DecodeScheduler:
             self._read_next_piece(self.pending[request_id], followed)
         if self._loads.unclaimed:
             self._claim_what_lasts()
-        for load in self._loads.comparing():  # after the claims: a load that the next step schedules needs no claim
+        # After the claims: a load that the next step schedules needs no claim.
+        for load in list(self._loads.comparing.values()):
             if not self._context.prompts.is_ready(load.request_id):
                 break
             self._compare_prompt(load)
@@ -465,7 +470,9 @@ class DecodeScheduler:
     def wait_for_progress(self) -> None:
         """Wait a little for what pending loads need: progress of a followed prompt, or the digest of a prompt."""
         self._following.wait_for_progress(load.followed for load in self.pending.values())
-        if (load := next(iter(self._loads.comparing()), None)) is not None:  # the thread makes one after the other
+        if (
+            load := next(iter(self._loads.comparing.values()), None)
+        ) is not None:  # the thread makes one after the other
             self._context.prompts.is_ready(load.request_id, _DIGEST_SECONDS)
 
     def _claim_what_lasts(self) -> None:
@@ -477,16 +484,13 @@ class DecodeScheduler:
 
     def on_worker_results(self, output: KVConnectorOutput) -> None:
         """Act on reads that have ended."""
-        report = output.kv_connector_worker_meta
-        if isinstance(report, WorkerReport):
-            self._note_report(report)
         failed = output.failed_recving or set()
         for request_id in output.finished_recving or ():
             load = self.pending.get(request_id)
-            if load is not None and load.state in (LoadState.LOADING, LoadState.FAILING):
+            if load is not None and load.state in _IS_READ:
                 self._read_ended(load, failed=request_id in failed or load.state is LoadState.FAILING)
 
-    def _note_report(self, report: WorkerReport) -> None:
+    def on_worker_report(self, report: WorkerReport) -> None:
         """Note what some ranks report of reads that they have ended."""
         for request_id in {*report.first_tokens, *report.verified_by_board, *report.failures}:
             load = self.pending.get(request_id)
@@ -596,6 +600,10 @@ class DecodeScheduler:
         request_id, followed, failure = load.request_id, load.followed, load.refusal
         if effect is LoadEffect.ORDER and command is not None:
             self._metadata.loads.append(command)
+        elif effect is LoadEffect.RELEASE_UNNOTIFIED:
+            # A claimed load is released in any case: a renewal in flight may have claimed it again.
+            if load.claim is not None or not self._worker_has_notified(load):
+                self._release_claim(load, read=True)
         elif effect is LoadEffect.PLACE and command is not None and followed is not None:
             self._following.on_blocks_allocated(request_id, followed, command)
         elif effect is LoadEffect.CANCEL_READ:
@@ -614,10 +622,6 @@ class DecodeScheduler:
             self._release_claim(load, read=effect is LoadEffect.RELEASE)
         elif effect is LoadEffect.RELEASE_FAILED:
             self._release_claim(load, read=self._is_computed_instead(load) or load.end is End.ABORTED)
-        elif effect is LoadEffect.RELEASE_UNNOTIFIED:
-            # A claimed load is released in any case: a renewal in flight may have claimed it again.
-            if load.claim is not None or not self._worker_has_notified(load):
-                self._release_claim(load, read=True)
         elif effect in _TICKET_ENDS and followed is not None:
             load.followed = None
             self._following.stop_following(request_id, followed, _TICKET_ENDS[effect])
@@ -646,7 +650,7 @@ class DecodeScheduler:
 
     def _read_outcome(self, remote: PrefillParams) -> Outcome:
         # Each of these may still be a reader of the same blocks. If not, P holds them for two seconds longer.
-        uncompared = (load.remote for load in self._loads.comparing() if load.remote is not None)
+        uncompared = (load.remote for load in self._loads.comparing.values() if load.remote is not None)
         may_be_shared = any(candidate.lease_key == remote.lease_key for candidate in uncompared)
         shared = may_be_shared or self._shared.get(remote.lease_key, False)
         return Outcome.READ_SHARED if shared else Outcome.READ

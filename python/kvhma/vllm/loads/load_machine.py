@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 class LoadState(enum.Enum):
     """What a load waits for."""
 
+    __hash__ = object.__hash__  # `TABLE` is asked at each move: Enum's own would hash the name, in Python
+
     NEW = "its parameters or its ticket are read"
     COMPARING = "a thread makes the digest of its prompt's tokens"
     ASKING = "P confirms that it holds the blocks"
@@ -61,11 +63,13 @@ class LoadState(enum.Enum):
     @property
     def is_end(self) -> bool:
         """Whether nothing more happens to the load."""
-        return self in (LoadState.LOCAL, LoadState.GONE)
+        return self in _ENDS
 
 
 class LoadEvent(enum.Enum):
     """What happens to a load."""
+
+    __hash__ = object.__hash__  # `TABLE` is asked at each move: Enum's own would hash the name, in Python
 
     PARAMS = "the request has parameters of what P holds"
     TICKET = "the request has a ticket"
@@ -180,6 +184,9 @@ TABLE: Mapping[tuple[LoadState, LoadEvent], tuple[LoadState, tuple[LoadEffect, .
 }
 """The next state, and what is done, for each event that a state can meet."""
 
+# Each step asks for states. Before Python 3.12 a tuple at hand is faster than members of an Enum.
+_ENDS = (LoadState.LOCAL, LoadState.GONE)
+_COMPARED = (LoadState.COMPARING,)
 _MAY_BE_CLAIMED = (LoadState.WAITING, LoadState.LOADING, LoadState.RETRYING)
 
 
@@ -233,6 +240,7 @@ class Load:
         end: how the request has ended meanwhile; None if it has not.
         since: when it was added, or handed off, on the monotonic clock.
         waits_since: when vLLM first asked how much is loaded, since it has no blocks; None before.
+        request_id: name of its request.
         reader: random number by which P knows this reader of its blocks.
         traceparent: of its request, if that is traced.
     """
@@ -252,12 +260,11 @@ class Load:
     waits_since: float | None = None
     reader: int = field(default_factory=random_id)
     traceparent: str | None = None
+    request_id: str = field(init=False)
 
-    @property
-    def request_id(self) -> str:
-        """Name of its request."""
-        name: str = self.request.request_id
-        return name
+    def __post_init__(self) -> None:
+        """Note the name of its request."""
+        self.request_id = self.request.request_id
 
     @property
     def must_be_confirmed(self) -> bool:
@@ -282,13 +289,14 @@ class Loads:
     Attributes:
         by_id: loads that have not ended, by request.
         unclaimed: those of them that D may claim, and has not: P knows nothing of them.
+        comparing: those of them whose prompts are not compared yet, in the order in which they came.
     """
 
     def __init__(self) -> None:
         """Start without loads."""
         self.by_id: dict[str, Load] = {}
         self.unclaimed: dict[str, Load] = {}
-        self._comparing: dict[str, Load] = {}
+        self.comparing: dict[str, Load] = {}
 
     def apply(self, load: Load, event: LoadEvent) -> tuple[LoadEffect, ...]:
         """Move a load on, and return what has to be done about it.
@@ -297,12 +305,8 @@ class Loads:
             KeyError: the table has no such event in this state, which is an error of the caller's.
         """
         load.state, effects = TABLE[load.state, event]
-        name = load.request_id
-        if load.state.is_end:
-            self.by_id.pop(name, None)
-        elif load.state is not LoadState.NEW:
-            self.by_id[name] = load
-        _keep(self._comparing, load, load.state is LoadState.COMPARING)
+        _keep(self.by_id, load, load.state not in _ENDS)
+        _keep(self.comparing, load, load.state in _COMPARED)
         _keep(self.unclaimed, load, load.claim is None and load.state in _MAY_BE_CLAIMED)
         return effects
 
@@ -310,10 +314,6 @@ class Loads:
         """Note that P holds the blocks of a load for this claim."""
         load.claim = claim
         self.unclaimed.pop(load.request_id, None)
-
-    def comparing(self) -> list[Load]:
-        """Return the loads whose prompts are not compared yet, in the order in which they came."""
-        return list(self._comparing.values())
 
 
 def _keep(loads: dict[str, Load], load: Load, belongs: bool) -> None:

@@ -46,6 +46,8 @@ ResourceT = TypeVar("ResourceT")
 class ReadState(enum.Enum):
     """What a read waits for."""
 
+    __hash__ = object.__hash__  # `TABLE` is asked at each move: Enum's own would hash the name, in Python
+
     QUEUED = "the pump looks up P's engine"
     CONNECTING = "a handshake with P"
     PLACING = "places to read into: the blocks themselves, or slots in host memory with `kv_buffer_device`"
@@ -64,6 +66,8 @@ class ReadState(enum.Enum):
 
 class ReadEvent(enum.Enum):
     """What happens to a read."""
+
+    __hash__ = object.__hash__  # `TABLE` is asked at each move: Enum's own would hash the name, in Python
 
     KNOWN = "P's engine is known, and the read has acquired it"
     KNOWN_AGAIN = "the same, after lost parts"
