@@ -362,9 +362,10 @@ def test_handshakes_at_a_time_are_bounded(monkeypatch, hosts):
         is_answered(engine)
         honest = stack.enter_context(connect(found.at))
         begin_handshake(honest)
-        raws = [stack.enter_context(connect(found.at, f"127.0.3.{number % hosts + 1}")) for number in range(30)]
-        for raw in raws:
-            begin_handshake(raw)
+        raws = []
+        for number in range(30):
+            raws.append(stack.enter_context(connect(found.at, f"127.0.3.{number % hosts + 1}")))
+            begin_handshake(raws[-1])
             answers(found.at, A)
         assert found.counted.by_label("side_channel_refused")["room"] >= 30 - 8
         assert sum(has_ended(raw, 0.001) for raw in raws) >= 30 - 8
