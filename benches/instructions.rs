@@ -25,14 +25,14 @@ fn main() -> Result<()> {
     })?;
     let table: Vec<i32> = ids(8_192, 2_053).map(|id| id as i32).collect();
     count("expand blocks, 4 kernel blocks each", 8_192, || {
-        let mut out = Out::new();
+        let mut out = Out::new(|_| ());
         expand_blocks(0, BlockIds::Narrow(&table), 4, &mut out)?;
         Ok(out.len())
     })?;
     let order = IdOrder::new(&[1], &[BLOCKS + 1; LAYERS as usize], &vec![vec![0]; LAYERS as usize])?;
     let batch = [BlockIds::Narrow(&table[..128]); 64];
     count("ids of a batch in vLLM's order, 64 requests", 8_192, || {
-        let mut out = Out::new();
+        let mut out = Out::new(|_| ());
         order.write(&batch, &mut out)?;
         Ok(out.len())
     })?;
@@ -40,7 +40,7 @@ fn main() -> Result<()> {
         let bases = [1 << 30, 1 << 31, 1 << 32, 1 << 33];
         let parts = [(0, 8_192), (8_192, 4_096), (12_288, 1 << 20)];
         let views = state_views(&bases, &parts, &[2 << 20; 4], &[1_024; 4], &[0; 4])?;
-        let mut out = Out::new();
+        let mut out = Out::new(|_| ());
         expand_views(&views, &mut out)?;
         Ok(out.len())
     })?;

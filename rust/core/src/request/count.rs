@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What tokens of one group cost a request whose blocks are not known yet.
+use crate::bytes::rows::NO_ADVICE;
 use crate::error::{Error, Result};
 use crate::geometry::ranges::Interval;
 use crate::geometry::types::{BlockId, Geometry, Kind};
 use crate::pairing::plan::Plan;
-use crate::request::bound::ALLOCATE;
 use crate::request::checked::CheckedRequest;
 use crate::request::copies::Copies;
 use crate::request::span::{CheckedSpan, MAX_TOKENS, RequestSpans};
@@ -42,7 +42,7 @@ impl Plan {
         }
         let request = CheckedRequest { spans, token_ranges, excess_bytes: 0 };
         self.bound_block_pairs(&request)?;
-        let reads = self.reads(&request, &[], ALLOCATE)?;
+        let reads = self.reads(&request, &[], NO_ADVICE)?;
         let sum = |count: fn(&Copies) -> u64| reads.iter().map(|read| count(&read.copies)).sum();
         Ok((sum(Copies::bytes), sum(|copies| copies.len() as u64)))
     }
