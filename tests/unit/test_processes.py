@@ -11,6 +11,7 @@ import pty
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -235,6 +236,22 @@ def test_what_one_has_started_ends_with_it(tmp_path):
         processes._check(started)
     assert process.returncode is not None
     until(lambda: not runs(child))
+
+
+def test_all_of_them_run_if_the_heir_was_killed(tmp_path, monkeypatch):
+    """Formerly serve-pair took it for a closed stdout: it ended all, and its exit code was 0."""
+
+    def parts():
+        for name in NAMES:
+            time.sleep(0.5)  # the heir has ended
+            yield given[name]
+
+    given = {name: part(tmp_path, name, "import time; time.sleep(600)") for name in NAMES}
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    with processes.running(parts()) as started:
+        processes._check(started)
+        assert [*started] == [*NAMES]
+    assert all(process.returncode is not None for process, _ in started.values())
 
 
 def test_one_that_ends_too_early_is_named_with_the_end_of_its_log(tmp_path, capsys):

@@ -148,8 +148,9 @@ def running(
                 )
             processes[part.name] = process, part.log
             if heir.stdin is not None:
-                heir.stdin.write(b"%d\n" % process.pid)
-                heir.stdin.flush()
+                with contextlib.suppress(BrokenPipeError):  # if the heir was killed, only a killed parent needs it
+                    heir.stdin.write(b"%d\n" % process.pid)
+                    heir.stdin.flush()
         yield processes
     finally:
         _stop(processes, signals, [] if killed is None else killed)
