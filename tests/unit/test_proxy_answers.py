@@ -51,6 +51,21 @@ def test_cached_tokens_are_those_that_the_prefill_engine_had(stream, tickets):
     run(test())
 
 
+def test_a_prefill_that_outlasts_the_answer_ends_with_it():
+    """Formerly the proxy forgot the request after it had waited for the cached tokens, and P computed on."""
+
+    async def test():
+        async with Fleet(usage(48), tickets=True) as fleet:
+            await fleet.complete()
+            fleet.prefill.may_answer.clear()
+            status, text = await fleet.complete()
+            assert (status, cached(json.loads(text))) == (200, 48)
+            url = fleet.prefill.url
+            assert (await fleet.samples("kvhma_proxy_requests_total"))["prefill", url, "hung_up"] == 1
+
+    run(test())
+
+
 @pytest.mark.parametrize("wrong", [None, -1, "9", [1]])
 def test_a_wrong_number_of_cached_tokens_is_left_out(wrong):
     async def test():

@@ -38,6 +38,7 @@ class Answer:
         self._outcome = "hung_up"
         self._usage: Form = {}
         self._prefill: Mapping[str, Any] | asyncio.Task[Form] | None = None
+        self._patience = 1.0
         self.handed: bool | None = None
         self.params: Any = None
 
@@ -137,9 +138,12 @@ class Answer:
         """
         if isinstance(self._prefill, asyncio.Task):
             # P ends before D, but its answer may come later; a P that D did not need does not answer.
-            await asyncio.wait({self._prefill}, timeout=1)
-            done = self._prefill.done() and not self._prefill.cancelled() and not self._prefill.exception()
-            self._prefill = self._prefill.result() if done else None
+            await asyncio.wait({self._prefill}, timeout=self._patience)
+            if not self._prefill.done():
+                self._patience = 0.0  # each event of a stream may have usage
+                return None
+            failed = self._prefill.cancelled() or self._prefill.exception()
+            self._prefill = None if failed else self._prefill.result()
         cached = (self._prefill or {}).get("remote_prefill_cached_tokens")
         return cached if isinstance(cached, int) and cached >= 0 else None
 
