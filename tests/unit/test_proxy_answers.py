@@ -19,7 +19,7 @@ aiohttp = pytest.importorskip("aiohttp", reason="make dev installs it")
 
 import msgspec
 
-from kvhma.proxy import bodies, engines
+from kvhma.proxy import Turns, bodies, engines
 from support.fleet import PARAMS, Engine, Fleet, run, usage
 
 
@@ -148,14 +148,31 @@ def test_a_prompt_that_is_refused_ends_the_others():
         (b'{"prompt": "' + b"a" * (64 << 20) + b'"}', 413),
         (b'{"prompt": ["a", 1, {"b": 2}, [', 400),
         ('{"prompt": "a"}'.encode("utf-16"), 400),
+        (b'{"prompt": "a", "x": "\xff"}', 400),
+        (b'{"prompt": ["a", "b"], "x": "\xff"}', 400),
+        (b'{"prompt": "a", "n": 1e999}', 400),
     ],
-    ids=range(8),
+    ids=range(11),
 )
 def test_hostile_bodies_are_refused_in_the_form_of_openai(body, status):
     async def test():
         async with Fleet() as fleet, fleet.client.post("/v1/completions", data=io.BytesIO(body)) as answer:
             error = (await answer.json())["error"]
             assert (answer.status, error["code"], error["type"]) == (status, status, "BadRequestError")
+            assert not fleet.prefill.asked
+
+    run(test())
+
+
+@pytest.mark.parametrize("content", [b'"\xff' + b"a" * 40 + b'"', b'1e999, "x": "' + b"a" * 40 + b'"'])
+def test_messages_that_are_no_json_are_refused(content):
+    """Formerly the client got a 500, or a 502 that blamed the decode engine."""
+
+    async def test():
+        async with Fleet(turns=Turns()) as fleet:
+            body = b'{"messages": [{"role": "user", "content": ' + content + b'}, {"role": "assistant"}]}'
+            async with fleet.client.post("/v1/chat/completions", data=body) as answer:
+                assert (answer.status, (await answer.json())["error"]["type"]) == (400, "BadRequestError")
             assert not fleet.prefill.asked
 
     run(test())

@@ -45,7 +45,10 @@ def is_computed_by_decode(body: Mapping[str, Any]) -> bool:
 
 def plain(body: Form) -> dict[str, Any]:
     """Return the keys of a body, with the values of those that are short; others are no option of a request."""
-    return {key: msgspec.json.decode(value) if len(memoryview(value)) <= 32 else ... for key, value in body.items()}
+    try:
+        return {key: msgspec.json.decode(value) if len(memoryview(value)) <= 32 else ... for key, value in body.items()}
+    except ValueError as error:  # numbers that are too large, and text that is not UTF-8: unread values may have them
+        raise wrong(f"the body has a wrong value: {error}") from error
 
 
 def prompts_in(body: Form) -> list[msgspec.Raw]:
@@ -75,8 +78,8 @@ def chat_in(body: Form) -> dict[str, Any]:
         return {}
     try:
         return {key: msgspec.json.decode(value) for key, value in chat.items()}
-    except RecursionError as error:
-        raise wrong(f"the messages are nested too deep: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise wrong(f"the messages cannot be read: {error}") from error
 
 
 def renumbered(answer: bytes, first: int) -> Form:
