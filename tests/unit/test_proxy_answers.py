@@ -226,6 +226,7 @@ def test_other_paths_are_those_of_a_decode_engine(path):
             "/inference/v1/generate",
         ),
         *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/", "/v1/", "//evil/v1/x"),
+        *("/v1/./load_lora_adapter", "/v1/%2e/load_lora_adapter", "/v1/.", "/v1/./responses"),
     ],
 )
 def test_what_operators_ask_of_engines_is_not_passed_on(path):
@@ -237,6 +238,7 @@ def test_what_operators_ask_of_engines_is_not_passed_on(path):
             async with aiohttp.ClientSession() as client, client.post(url, json={}) as answer:
                 assert (answer.status, (await answer.json())["error"]["type"]) == (404, "NotFoundError")
             assert not fleet.decode[0].asked
+            assert await fleet.samples("kvhma_proxy_requests_total") == {}
 
     run(test())
 

@@ -71,9 +71,9 @@ PASSED = ("Authorization", "X-Request-Id", "traceparent", "tracestate")
 """Headers of clients that are passed to engines."""
 ONLY_FOR_DECODE = ("stream_options", "min_tokens", "best_of", "echo")
 PATHS = re.compile(
-    r"/v1/(?!(un)?load_lora)(?!.*\.\.).+|/(tokenize|detokenize|version|ping|score|rerank|classify|pooling)"
+    r"/v1/(?!(un)?load_lora)(?!(.*/)?\.).+|/(tokenize|detokenize|version|ping|score|rerank|classify|pooling)"
 )
-"""What a decode engine answers alone. Engines have more paths, which are the operator's."""
+"""What a decode engine answers alone. Engines have more paths, which are the operator's; dots could lead to them."""
 MAX_BODY_BYTES = 64 << 20
 AT_ONCE = 32
 """Prompts of one body that engines compute at once."""
