@@ -151,8 +151,9 @@ def test_a_prompt_that_is_refused_ends_the_others():
         (b'{"prompt": "a", "x": "\xff"}', 400),
         (b'{"prompt": ["a", "b"], "x": "\xff"}', 400),
         (b'{"prompt": "a", "n": 1e999}', 400),
+        (b'{"prompt": "a"' + b"".join(b', "%d": 1' % key for key in range(1000)) + b"}", 400),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_hostile_bodies_are_refused_in_the_form_of_openai(body, status):
     async def test():

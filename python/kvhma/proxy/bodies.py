@@ -18,6 +18,7 @@ from kvhma.proxy.engines import ProxyError
 Form = dict[str, Any]
 """An object of JSON, whose values may be `msgspec.Raw`: bytes that are passed on unread."""
 
+MAX_KEYS = 1000
 MAX_PROMPTS = 4096
 MAX_CHAT_BYTES = 4 << 20
 """A longer chat has no next turn: its messages are read as a whole, while other requests wait."""
@@ -67,6 +68,8 @@ def object_in(data: bytes) -> Form:
         body = form_of(data)
     except (msgspec.DecodeError, RecursionError) as error:
         raise wrong(f"the body is no JSON object: {error}") from error
+    if len(body) > MAX_KEYS:
+        raise wrong(f"a body has at most {MAX_KEYS} keys")
     body.pop("kv_transfer_params", None)
     return body
 
