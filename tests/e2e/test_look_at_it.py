@@ -99,24 +99,23 @@ def pair(zygote: object, tmp_path_factory: pytest.TempPathFactory, request: pyte
     command = [engine_python(), "-c", "from kvhma.cli import main; main()", "serve-pair", "--port", str(port)]
     command += ["--front", "proxy"]
     environment = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "500"}
-    with (
-        collector() as (endpoint, traces),
-        subprocess.Popen(
+    with pytest.MonkeyPatch.context() as patched, collector() as (endpoint, traces):
+        patched.setenv("KVHMA_SECRET", "a secret of the pair and of the commands")
+        with subprocess.Popen(
             [*command, "--logs", str(folder / "logs"), str(served), *OPTIONS, "--otlp-traces-endpoint", endpoint],
             env={**os.environ, **SEEN, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-        ) as process,
-    ):
-        try:
-            assert process.stdout is not None
-            ready = process.stdout.readline()
-            assert ready.startswith("ready:"), process.stderr.read() if process.stderr else ""
-            yield Pair(str(served), port, *ports(process.pid), traces)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
+        ) as process:
+            try:
+                assert process.stdout is not None
+                ready = process.stdout.readline()
+                assert ready.startswith("ready:"), process.stderr.read() if process.stderr else ""
+                yield Pair(str(served), port, *ports(process.pid), traces)
+            finally:
+                process.send_signal(signal.SIGTERM)
+                process.wait(60)
 
 
 def ports(pid: int) -> tuple[dict[str, int], dict[str, int]]:
