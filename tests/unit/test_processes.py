@@ -83,10 +83,15 @@ NAMES = ("prefill", "decode")
 class Pair:
     """A process that runs two engines, and the processes that must not outlive it."""
 
-    def __init__(self, folder: Path, **given):
+    def __init__(self, folder: Path, *, begin=lambda: None, **given):
+        def with_default_signals():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)  # a program of the background inherits that SIGINT is ignored
+            begin()
+
         self.folder = folder
         command = [sys.executable, "-c", PARENT, ENGINE, str(folder)]
-        self.process = subprocess.Popen(command, text=True, **given)
+        self.process = subprocess.Popen(command, text=True, preexec_fn=with_default_signals, **given)
         self.pids = []
 
     def __enter__(self):
@@ -163,7 +168,7 @@ def test_a_closed_terminal_ends_them(tmp_path):
     """The kernel sends SIGHUP, and no line can be written any more."""
     ours, theirs = pty.openpty()
     given = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True}
-    with Pair(tmp_path, preexec_fn=take_terminal, **given) as pair:
+    with Pair(tmp_path, begin=take_terminal, **given) as pair:
         os.close(theirs)
         os.close(ours)
         pair.until_asked_to_end()
@@ -203,7 +208,7 @@ def test_what_it_waits_for_is_said(tmp_path):
 
 
 def test_under_nohup_a_closed_terminal_changes_nothing(tmp_path):
-    with Pair(tmp_path, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN), **PIPES) as pair:
+    with Pair(tmp_path, begin=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN), **PIPES) as pair:
         pair.process.send_signal(signal.SIGHUP)
         pair.allow("healthy")
         assert pair.process.stdout.readline() == "ready\n"
