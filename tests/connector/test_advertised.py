@@ -96,19 +96,27 @@ def mapping(inner):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
 
+    def carry_both(accepted):
+        with accepted, socket.create_connection(inner) as carried:
+            back = threading.Thread(target=carry, args=(carried, accepted))
+            back.start()
+            carry(accepted, carried)
+            back.join()
+
     def accept():
         with contextlib.suppress(OSError):
             while True:
-                accepted, _ = outer.accept()
-                carried = socket.create_connection(inner)
-                for ends in ((accepted, carried), (carried, accepted)):
-                    threading.Thread(target=carry, args=ends, daemon=True).start()
+                thread = threading.Thread(target=carry_both, args=(outer.accept()[0],))
+                thread.start()
+                threads.append(thread)
 
-    threading.Thread(target=accept, daemon=True).start()
-    try:
+    threads = [threading.Thread(target=accept)]
+    threads[0].start()
+    with outer:
         yield Address(*outer.getsockname())
-    finally:
-        outer.close()
+        outer.shutdown(socket.SHUT_RDWR)  # ends `accept`, which a close does not
+        for thread in threads:
+            thread.join()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::"])
