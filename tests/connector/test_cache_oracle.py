@@ -60,13 +60,13 @@ def test_what_is_cached_and_read_is_right(part):
 @pytest.mark.timeout(3000)
 def test_vllms_scheduler_leads_loads_through_the_table(monkeypatch):
     """3,000 sequences of vLLM's own calls: each transition of a load is in the table, and all loads end."""
-    seen, on = Counter(), Loads.on
+    seen, apply = Counter(), Loads.apply
 
     def counted(self, load, event):
         seen[load.state, event] += 1
-        return on(self, load, event)
+        return apply(self, load, event)
 
-    monkeypatch.setattr(Loads, "on", counted)
+    monkeypatch.setattr(Loads, "apply", counted)
     for seed in range(3000):
         run = Run(case_of(100_000 + seed) if seed % 3 else turns_of(100_000 + seed))
         run.play()
