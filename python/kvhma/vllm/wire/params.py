@@ -231,10 +231,10 @@ class PrefillParams(NamedTuple):
         values = zip(_OPTIONAL.items(), _optional_values(self), strict=True)
         return [(key, value) for (name, key), value in values if value != self._field_defaults[name]]
 
-    def _signed_bytes(self, spans: list[list[Any]]) -> bytes:
+    def _signed_bytes(self, spans: list[list[Any]], optional: list[tuple[Key, Any]]) -> bytes:
         """Return the bytes that the digest covers, with the spans as the parameters write them."""
-        optional = [key.signed(value) for key, value in self._optional()]
-        return json.dumps([VERSION, *_required_values(self), spans, *optional]).encode()
+        signed = [key.signed(value) for key, value in optional]
+        return json.dumps([VERSION, *_required_values(self), spans, *signed]).encode()
 
     def to_params(
         self, secrets: Secrets, *, pp_size: int, dcp_size: int = 1, next_turn: bool = False
@@ -244,7 +244,8 @@ class PrefillParams(NamedTuple):
         The proxy passes them to D; with `next_turn`, for an answer, to P.
         """
         spans = [[span.first, ids_to_text(span.ids)] for span in self.spans]
-        digest = secrets.sign(self._signed_bytes(spans))
+        optional = self._optional()
+        digest = secrets.sign(self._signed_bytes(spans, optional))
         required = zip(_REQUIRED.values(), _required_values(self), strict=True)
         params: dict[str, Any] = {
             "do_remote_prefill": not next_turn,
@@ -266,7 +267,7 @@ class PrefillParams(NamedTuple):
                 "signed": secrets.enabled,
                 "digest": digest.hex(),
                 "spans": spans,
-                **{key.short: key.form.write(value) for key, value in self._optional()},
+                **{key.short: key.form.write(value) for key, value in optional},
             },
         }
         return params, digest
@@ -293,13 +294,14 @@ class PrefillParams(NamedTuple):
         _VERSION.read(own)
         given = {name: key for name, key in _OPTIONAL.items() if key.short in own}
         given |= {name: key for name, key in _RANKS.items() if params.get(name) is not None}
-        found = read_values(_REQUIRED | given, params, own)
+        found = read_values(_ALL_REQUIRED | given, params, own)
         lease_key = LeaseKey(found.pop("request_id"), found.pop("generation"))
-        remote = cls(address=read_address(params), lease_key=lease_key, spans=(), **found)
+        address = _not_wildcard(Address(found.pop("host"), found.pop("port")))
+        spans, digest = list(map(list, found.pop("spans"))), bytes.fromhex(found.pop("digest"))
+        has_secret = found.pop("signed")
+        remote = cls(address, lease_key=lease_key, spans=(), **found)
         _check_order(remote)
-        proof = read_values(_PROOF, params, own)
-        spans, digest = [list(span) for span in proof["spans"]], bytes.fromhex(proof["digest"])
-        _check_digest(proof["signed"], secrets, remote._signed_bytes(spans), digest)
+        _check_digest(has_secret, secrets, remote._signed_bytes(spans, remote._optional()), digest)
         if num_prompt_tokens is None:
             return remote._replace(digest=digest)
         if remote.num_tokens > num_prompt_tokens:
@@ -318,6 +320,7 @@ _RANKS = {name: Key(name, integer(1, _MAX_RANKS)) for name in ("tp_size", "pp_si
 _KEYS = keys_of(PrefillParams)
 _OPTIONAL = {name: key for name, key in _KEYS.items() if name in PrefillParams._field_defaults}
 _REQUIRED = {name: key for name, key in _KEYS.items() if name not in _OPTIONAL}
+_ALL_REQUIRED = _REQUIRED | _ADDRESS | _PROOF
 _optional_values = attrgetter(*_OPTIONAL)
 _required_values = attrgetter(*(f"lease_key.{name}" if name in LeaseKey._fields else name for name in _REQUIRED))
 
@@ -328,7 +331,10 @@ def read_address(params: Mapping[str, Any]) -> Address:
     Raises:
         RequestError: the address is missing, or means every address of a machine, where the reader would find itself.
     """
-    address = Address(**read_values(_ADDRESS, params, {}))
+    return _not_wildcard(Address(**read_values(_ADDRESS, params, {})))
+
+
+def _not_wildcard(address: Address) -> Address:
     if address.is_wildcard:
         raise RequestError(
             f"kv_transfer_params: remote_host is {quote(address.host)}, expected where other engines reach P; set "
