@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -281,9 +282,22 @@ def test_a_share_of_the_requests(engines: Any) -> None:
     assert 20 < chosen < 90
 
 
+def test_a_digest_may_be_later_than_one_reply(engines: Any) -> None:
+    """P's steps may take seconds on a machine that is overloaded, and the sums come with its steps."""
+    p = engines(1, content_digests="all", handshake_timeout=0.5)
+    d = engines(1, content_digests="all", handshake_timeout=0.5, load_retries=0)
+    handed_off = prefill(p)
+    late = threading.Timer(1.0, lambda: until(lambda: p.step() or not p.scheduler.prefill.digests.is_waiting))
+    late.start()
+    try:
+        assert loads(d, handed_off), d.failures
+    finally:
+        late.join()
+
+
 def test_a_digest_that_never_comes_fails_the_load(engines: Any) -> None:
     p = engines(1, content_digests="all")
-    d = engines(1, content_digests="all", handshake_timeout=0.3, load_retries=0)
+    d = engines(1, content_digests="all", handshake_timeout=0.1, load_retries=0)
     assert not loads(d, prefill(p))  # P takes no step
     assert d.failures["r"].cause == "digest"
     assert "has announced a digest of 'at p' and does not have it" in d.failures["r"].text

@@ -32,8 +32,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _MAX_IDENTITIES_BYTES = 256 << 20
-_HANDSHAKE_TIMEOUTS = 4
-"""Time limit for the answers of all workers together, in timeouts of one answer."""
 
 
 class HostPort(ParamType):
@@ -197,7 +195,7 @@ def ask_workers(client: Client, info: EngineInfo, access: Access) -> list[LiveWo
             raise HandshakeError(f"worker identities of {stored} bytes: at most {_MAX_IDENTITIES_BYTES} are accepted")
 
     ranks = sorted(info.ranks)
-    deadline = time.monotonic() + _HANDSHAKE_TIMEOUTS * access.settings.handshake_timeout
+    deadline = time.monotonic() + access.settings.replies_timeout
     hellos = ask_worker_identities(client, ranks, deadline, note)
     return [
         LiveWorker(pp_rank, tp_rank, hello.data, hello.payload, decode_extra(hello.payload.extra))

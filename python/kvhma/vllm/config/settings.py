@@ -166,7 +166,8 @@ class Settings:
     handshake_timeout: float = _row(
         5.0,
         _number(float, 0.1, 600),
-        "seconds for each reply of another engine; all replies of a handshake together have four times that",
+        "seconds for each reply of another engine; all replies of a handshake together have four times that, and so has "
+        "a digest",
     )
     prefill_engines: tuple[Address, ...] = _row(
         (),
@@ -400,6 +401,11 @@ class Settings:
             loopback: whether the engine advertises a loopback address, so that all its peers are on this host.
         """
         return on_host and loopback if self.prewarm is None else self.prewarm
+
+    @property
+    def replies_timeout(self) -> float:
+        """Seconds for all replies that one exchange with another engine needs, however many that engine makes of it."""
+        return 4 * self.handshake_timeout
 
     def sources(self, *, has_secret: bool) -> AllowedSources:
         """Return which engines D may read from.

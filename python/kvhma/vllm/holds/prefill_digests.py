@@ -38,7 +38,7 @@ class PrefillDigests:
         chosen = remote._replace(content_seed=random_id())
         self._orders.append(DigestOrder(remote.lease_key, chosen.content_seed or 0, remote.num_tokens, remote.spans))
         self._sums[remote.lease_key] = None
-        self._wait_until = time.monotonic() + self._context.settings.handshake_timeout
+        self._wait_until = time.monotonic() + self._context.settings.replies_timeout
         if len(self._sums) > _WAITING:
             del self._sums[next(iter(self._sums))]
         return chosen

@@ -37,9 +37,6 @@ logger = logging.getLogger("vllm.kvhma")
 _FAILURE_SECONDS = 1.0
 """How long a permanent error of a handshake is returned again for the same engine, without a new handshake."""
 
-_HANDSHAKE_TIMEOUTS = 4
-"""All answers of a handshake together may take this many times the timeout of one answer."""
-
 _MAX_AT_ADDRESS = 4
 """Most handshakes that run with one address. Untrusted parameters may claim any number of engines there."""
 
@@ -377,7 +374,7 @@ class PrefillEngines:
         """
         timeout, with_secret = self._settings.handshake_timeout, self._context.secrets.enabled
         # As for the answers: the engine decides its number of ranks, so the deadline is for all of them together.
-        deadline = time.monotonic() + _HANDSHAKE_TIMEOUTS * timeout
+        deadline = time.monotonic() + self._settings.replies_timeout
 
         def left() -> float:
             return max(0.0, min(timeout, deadline - time.monotonic()))
@@ -404,7 +401,7 @@ class PrefillEngines:
     def _agree(self, remote: Incarnation, client: Client) -> tuple[Plan, list[WorkerIdentity]]:
         """Ask an engine for its worker identities and plan the reads."""
         # The engine decides its number of ranks, so the deadline is for all of them together.
-        deadline = time.monotonic() + _HANDSHAKE_TIMEOUTS * self._settings.handshake_timeout
+        deadline = time.monotonic() + self._settings.replies_timeout
         info = client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
         if info.engine_id == self._context.engine_id != remote.engine_id:
             raise HandshakeError(leads_back(remote.address, remote.engine_id))

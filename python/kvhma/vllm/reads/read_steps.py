@@ -226,8 +226,9 @@ class ReadSteps:
             self._results.stats.record(digest_seconds=time.monotonic() - started)
             return digest
 
-        timeout = context.settings.handshake_timeout
-        read.sums = LoadSums(command, command.remote.content_seed or 0, timed, timeout)
+        seed = command.remote.content_seed or 0
+        # P's sums come with its steps, which take seconds if P is overloaded.
+        read.sums = LoadSums(command, seed, timed, context.settings.replies_timeout)
 
     def _copy(self, read: ActiveRead) -> None:
         read.launched = self._memory.copy_in(required(read.places), read.command.spans, read.after)
