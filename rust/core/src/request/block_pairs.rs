@@ -15,6 +15,7 @@ pub(crate) type Pairs = Vec<PackedPair>;
 const MIN_COUNTED: usize = 1024;
 /// Maximum of bits of a local id that one pass of [`sort`] counts.
 const MAX_DIGIT_BITS: u32 = 11;
+const NUM_DIGITS: usize = 1 << MAX_DIGIT_BITS;
 
 impl PackedPair {
     /// Difference from a pair to that of the next blocks on both sides.
@@ -164,15 +165,16 @@ pub(crate) fn sort(pairs: &mut Pairs) {
 
 /// One pass of a radix sort: writes the pairs in the order of a digit of their local ids; equal digits keep their order.
 fn sort_by_digit(pairs: &[PackedPair], sorted: &mut [PackedPair], shift: u32, bits: u32) {
-    let digit = |pair: PackedPair| (pair.0 >> (32 + shift)) as usize & ((1 << bits) - 1);
+    let (shift, mask) = (32 + shift, (1 << bits) - 1);
+    // The second mask changes nothing, and shows the compiler that the index is inside.
+    let digit = |pair: PackedPair| pair.0.wrapping_shr(shift) as usize & mask & (NUM_DIGITS - 1);
     // First the number of pairs with each digit, then where the next pair with the digit is written.
-    let mut all = [0u32; 1 << MAX_DIGIT_BITS];
-    let starts = &mut all[..1 << bits];
+    let mut starts = [0u32; NUM_DIGITS];
     for &pair in pairs {
         starts[digit(pair)] += 1;
     }
     let mut sum = 0;
-    for start in starts.iter_mut() {
+    for start in &mut starts[..=mask] {
         sum += std::mem::replace(start, sum);
     }
     for &pair in pairs {
@@ -184,7 +186,7 @@ fn sort_by_digit(pairs: &[PackedPair], sorted: &mut [PackedPair], shift: u32, bi
 
 /// Runs of pairs that are consecutive on both sides.
 pub(crate) fn runs(pairs: &[PackedPair]) -> impl Iterator<Item = &[PackedPair]> {
-    pairs.chunk_by(|one, next| one.plus(1) == *next)
+    pairs.chunk_by(|one, next| one.0.wrapping_add(PackedPair::NEXT) == next.0)
 }
 
 /// How many `runs` there are, counted without a branch.
