@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What tokens of one group cost a request whose blocks are not known yet.
+use std::rc::Rc;
+
 use crate::bytes::rows::NO_ADVICE;
 use crate::error::{Error, Result};
 use crate::geometry::ranges::Interval;
@@ -32,7 +34,7 @@ impl Plan {
         let remote = self.sources.iter().map(|source| {
             let pairs = &source.table.group_pairs;
             let is_read = |index| pairs.iter().any(|pair| (pair.local_group, pair.remote_group) == (group, index));
-            spans("remote", &source.geometry, &is_read)
+            spans("remote", &source.geometry, &is_read).map(Rc::from)
         });
         let spans = RequestSpans { num_tokens, local, remote: remote.collect::<Result<_>>()? };
         let mut token_ranges = vec![None; self.local.groups.len()];

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A request's blocks, checked against their caches.
+use std::rc::Rc;
+
 use crate::error::{Error, Result};
-use crate::geometry::types::{BlockId, Geometry};
+use crate::geometry::types::{BlockId, Geometry, Group};
+use crate::lowlevel::block_ids::BlockIds;
 use crate::pairing::plan::Plan;
 
 /// A request's live blocks in one group.
@@ -46,8 +49,8 @@ pub(crate) struct RequestSpans {
     pub(crate) num_tokens: u64,
     /// By local group.
     pub(crate) local: Vec<CheckedSpan>,
-    /// By source and its groups.
-    pub(crate) remote: Vec<Vec<CheckedSpan>>,
+    /// By source and its groups. Sources of the same size share what was checked once.
+    pub(crate) remote: Vec<Rc<[CheckedSpan]>>,
 }
 
 impl RequestSpans {
@@ -60,11 +63,23 @@ impl RequestSpans {
             return Err(Error::count("remote spans by source", remote.len(), sources));
         }
         let local = check_spans("local", &plan.local, local)?;
-        let of_source = |index: usize| &remote[if remote.len() == 1 { 0 } else { index }];
-        let sources = plan.sources.iter().enumerate();
-        let remote = sources.map(|(index, source)| check_spans("remote", &source.geometry, of_source(index)));
-        Ok(Self { num_tokens, local, remote: remote.collect::<Result<_>>()? })
+        let mut checked: Vec<Rc<[CheckedSpan]>> = Vec::with_capacity(sources);
+        for (index, source) in plan.sources.iter().enumerate() {
+            let of_source = &remote[if remote.len() == 1 { 0 } else { index }];
+            let before = checked.last().filter(|_| remote.len() == 1);
+            checked.push(match before {
+                Some(spans) if are_checked_alike(&plan.sources[index - 1].geometry, &source.geometry) => spans.clone(),
+                _ => check_spans("remote", &source.geometry, of_source)?.into(),
+            });
+        }
+        Ok(Self { num_tokens, local, remote: checked })
     }
+}
+
+/// Whether spans that are right for one geometry are right for another.
+fn are_checked_alike(one: &Geometry, other: &Geometry) -> bool {
+    let entries = |geometry: &Geometry| geometry.groups.iter().map(Group::tokens_per_entry).collect::<Vec<_>>();
+    one.null_block == other.null_block && one.num_blocks == other.num_blocks && entries(one) == entries(other)
 }
 
 /// Checks the spans of all groups of one side.
@@ -93,14 +108,12 @@ fn check_span(side: &'static str, geometry: &Geometry, group: usize, span: &Span
         }
         _ => Some(Error::block_range((side, group), index, id, num_blocks)),
     };
-    // Nearly always all are right, and passes without a branch find that. An id below 0 has a sign; if an id is too
-    // large, its difference from the last has one. Kernel blocks of a geometry are at most 2^31, so its blocks fit.
-    let last = num_blocks as i64 - 1;
-    let signs = span.ids.iter().fold(0, |signs, &id| signs | id | last.wrapping_sub(id));
+    // Nearly always all are right. Kernel blocks of a geometry are at most 2^31, so its blocks fit.
+    let outside = BlockIds::Wide(&span.ids).first_outside(num_blocks);
     let ids: Vec<_> = span.ids.iter().map(|&id| BlockId(id as u32)).collect();
     let null = geometry.null_block.map(|block| BlockId(block as u32));
     let has_null = null.is_some_and(|null| ids.iter().fold(0, |any, id| any | u32::from(id.0 == null.0)) > 0);
-    if signs < 0 || has_null {
+    if outside.is_some() || has_null {
         span.ids.iter().enumerate().find_map(wrong).map_or(Ok(()), Err)?;
     }
     if let Some(id) = duplicate(&ids, num_blocks) {
@@ -109,8 +122,8 @@ fn check_span(side: &'static str, geometry: &Geometry, group: usize, span: &Span
     Ok(CheckedSpan { first: span.first, ids })
 }
 
-/// Whether a comparison holds for each of one or more ids and the next. It compares all, several at once, which takes less time than to
-/// stop at the first for which it does not hold.
+/// Whether a comparison holds for each id and the next; at least one id. It compares all, several at once, which takes
+/// less time than to stop at the first for which it does not hold.
 fn holds_for_each(ids: &[BlockId], compare: impl Fn(i32, i32) -> bool) -> bool {
     // An id fits 31 bits; the processor compares signed numbers.
     let fails = |(a, b): (&BlockId, &BlockId)| u32::from(!compare(a.0 as i32, b.0 as i32));
