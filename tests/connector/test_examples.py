@@ -39,5 +39,6 @@ def test_vllm_takes_every_option(tmp_path):
     parser = make_arg_parser(FlexibleArgumentParser())
     for name, command in engines(tmp_path).items():
         options = parser.parse_args(command[2:])
-        assert options.port == (8100 if "prefill" in name else 8200)
-        assert options.enable_prompt_tokens_details == ("decode" in name)
+        assert options.port == (8000 if "kubernetes" in name else 8100 if "prefill" in name else 8200)
+        assert options.enable_prompt_tokens_details
+        assert bool(options.shutdown_timeout) == ("kubernetes" in name)

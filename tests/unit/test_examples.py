@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of examples/ that start P, D and the proxy: linted, and their ports and secrets agree."""
+"""The files of examples/ that start P, D and the router: linted, and their ports, names and secrets agree."""
 
 from __future__ import annotations
 
+import copy
 import re
 import shutil
 import subprocess
@@ -10,16 +11,25 @@ import sys
 
 import pytest
 
-pytest.importorskip("yaml")
+yaml = pytest.importorskip("yaml")
 
+from kvhma.versions import VLLM, series
 from support.examples import (
     COMPOSE,
+    EXAMPLES,
+    OVERLAYS,
     UNITS,
     commands,
     compose_services,
+    kubernetes_files,
     kubernetes_objects,
+    pod_commands,
     script_command,
     transfer_config,
+)
+
+needs_kubectl = pytest.mark.skipif(
+    shutil.which("kubectl") is None, reason="no kubectl: apt-get install kubernetes-client"
 )
 
 
@@ -78,13 +88,29 @@ def test_compose_file_is_one(tmp_path):
     assert check_compose(tmp_path / "compose.yaml").returncode == 1
 
 
-@pytest.mark.parametrize("made", kubernetes_objects(), ids=lambda made: f"{made['kind']} {made['metadata']['name']}")
-def test_kubernetes_takes_the_objects(made):
+def validate(made):
     kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="make dev installs it")
     newest = kubernetes_validate.latest_version()
-    kubernetes_validate.validate(made, newest, strict=True)
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(made | {"spec": made["spec"] | {"replica": 2}}, newest, strict=True)
+    for one in made:
+        if one["kind"] == "PodMonitor":  # not Kubernetes' own: the Prometheus operator defines it
+            assert one["spec"].keys() == {"selector", "podMetricsEndpoints"}
+            continue
+        kubernetes_validate.validate(one, newest, strict=True)
+        inside = next(key for key in ("spec", "rules", "roleRef", "data", "metadata") if key in one)
+        if isinstance(one[inside], dict) and inside != "data":
+            with pytest.raises(kubernetes_validate.ValidationError):
+                kubernetes_validate.validate(one | {inside: one[inside] | {"replica": 2}}, newest, strict=True)
+
+
+@pytest.mark.parametrize("path", kubernetes_files(), ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_kubernetes_takes_the_objects(path):
+    validate(yaml.safe_load_all(path.read_text()))
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_kubernetes_takes_what_kustomize_makes(overlay):
+    validate(kubernetes_objects(overlay))
 
 
 @pytest.fixture
@@ -112,30 +138,52 @@ def test_engines_are_a_pair(started, how):
         assert "kv_connector_module_path" not in config, "vLLM knows the name where kvhma is installed"
     assert p[:2] == d[:2] == ["vllm", "serve"]
     assert p[2] == d[2], "the model"
-    assert port(p) != port(d)
-    assert "--enable-prompt-tokens-details" in d, "else the proxy cannot see whether D loaded a cache"
+    assert (port(p) == port(d)) == (how == "kubernetes"), "vllm-router looks for all pods at one port"
+    for command in (p, d):
+        assert "--enable-prompt-tokens-details" in command, "else no client learns what was cached"
     secrets = [config["kv_connector_extra_config"].get("secret_file") for config in configs]
     if how == "examples":
         assert secrets == [None, None]
     else:
         assert secrets[0] == secrets[1] is not None
         assert "allowed_prefill_engines" in configs[1]["kv_connector_extra_config"]
-        sent = " ".join(of(started, how, "proxy"))
-        host = {"systemd": ("10.0.0.7", "10.0.0.8")}.get(how, ("prefill", "decode"))
-        assert f"--prefill=http://{host[0]}:{port(p)}" in sent.replace("--prefill ", "--prefill=")
-        assert f"--decode=http://{host[1]}:{port(d)}" in sent.replace("--decode ", "--decode=")
+        sent = " ".join(of(started, how, "router"))
+        hosts = {"systemd": ("10.0.0.7", "10.0.0.8")}.get(how, ("prefill", "decode"))
+        for option, host, command in zip(("--prefill", "--decode"), hosts, (p, d), strict=True):
+            url = f"{option}=http://{host}:{port(command)}"
+            assert how == "kubernetes" or url in sent.replace(f"{option} ", f"{option}=")
 
 
 @pytest.mark.parametrize("how", ["systemd", "compose", "kubernetes"])
-def test_the_proxy_takes_its_arguments(started, how):
-    pytest.importorskip("aiohttp", reason="make dev installs it")
-    from kvhma import proxy
+def test_the_router_takes_its_arguments(started, how):
+    launch = pytest.importorskip("vllm_router.launch_router", reason="needs vllm-router: pip install 'kvhma[router]'")
+    program, *words = of(started, how, "router")
+    assert program.rpartition("/")[2] == "vllm-router"
+    options = launch.parse_router_args(words)
+    options._validate_router_args()
+    assert (options.port, options.prometheus_port) == (8000, 29000)
+    assert options.vllm_pd_disaggregation
+    assert options.health_check_interval_secs <= 2, "while an engine is gone, requests for it fail"
+    assert options.host == ("127.0.0.1" if how == "systemd" else "0.0.0.0")
+    urls = (options.prefill_urls, options.decode_urls, options.service_discovery)
+    assert [bool(one) for one in urls] == [how != "kubernetes", how != "kubernetes", how == "kubernetes"]
 
-    python, option, module, *words = of(started, how, "proxy")
-    assert re.fullmatch(r"(.*/)?python3?", python)
-    assert (option, module) == ("-m", "kvhma.proxy")
-    options = proxy.parser().parse_args(words)
-    assert (options.host, options.port) == ("0.0.0.0", 8000)
+
+def test_the_dockerfile_installs_what_the_commands_need(started):
+    text = (EXAMPLES / "Dockerfile").read_text()
+    version = re.search(r"^ARG VLLM=\S+:v(\S+)", text, re.MULTILINE)[1]
+    assert version in VLLM
+    supported = re.search(r"vLLM (\S+) to (\S+) for your GPUs", text).groups()
+    assert tuple(map(series, supported)) == (series(VLLM[0]), series(VLLM[-1]))
+    extras = set(re.search(r"\[([\w,]+)\]", text)[1].split(","))
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads pyproject.toml")
+    known = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras <= known.keys()
+    assert {"vllm", "router"} <= extras
+    programs = {command[0].rpartition("/")[2] for command in started.values()}
+    assert programs == {"vllm", "vllm-router"}
+    images = {container["image"] for pod in pods(kubernetes_objects()) for container in pod["spec"]["containers"]}
+    assert images == {re.search(r"-t (\S+)", text)[1]}
 
 
 def test_scripts_use_their_environment(tmp_path):
@@ -150,30 +198,222 @@ def test_scripts_use_their_environment(tmp_path):
         assert command[-2:] == ["--max-model-len", "1024"]
 
 
-def test_in_kubernetes_every_name_leads_somewhere():
-    made = {(one["kind"], one["metadata"]["name"]): one for one in kubernetes_objects()}
-    pods = {name: one["spec"]["template"] for (kind, name), one in made.items() if kind == "Deployment"}
-    for (kind, _), one in made.items():
-        chosen = one["spec"].get("podSelector", {}).get("matchLabels") or one["spec"]["selector"]
-        chosen = chosen.get("matchLabels", chosen)
-        assert any(chosen.items() <= pod["metadata"]["labels"].items() for pod in pods.values()), one["metadata"]
-        for port in one["spec"].get("ports", []) if kind == "Service" else []:
-            (pod,) = (pod for pod in pods.values() if chosen.items() <= pod["metadata"]["labels"].items())
-            assert port["targetPort"] in {named["name"] for named in pod["spec"]["containers"][0]["ports"]}
-    for pod in pods.values():
-        (container,) = pod["spec"]["containers"]
-        assert {volume["name"] for volume in container.get("volumeMounts", ())} == {
-            volume["name"] for volume in pod["spec"].get("volumes", ())
-        }
-    rule = made["NetworkPolicy", "kvhma-engines"]["spec"]
-    assert rule["podSelector"]["matchLabels"].items() <= pods["prefill"]["metadata"]["labels"].items()
-    assert not rule["podSelector"]["matchLabels"].items() <= pods["proxy"]["metadata"]["labels"].items()
+# --- Kubernetes: what one object calls another -----------------------------------------------------------------------
 
 
-def test_in_compose_only_the_proxy_is_where_clients_are():
+def pods(made):
+    return [one["spec"]["template"] for one in made if one["kind"] == "Deployment"]
+
+
+def ports_of(pod):
+    """Ports by name, of all containers of a pod."""
+    containers = pod["spec"]["containers"] + pod["spec"].get("initContainers", [])
+    return {port["name"]: port["containerPort"] for container in containers for port in container.get("ports", ())}
+
+
+OUTSIDE = ({"llm-d-router-standalone": "kvhma-epp"},)
+"""Labels of pods that other projects start."""
+
+
+def dangling(made):
+    """Names, labels and ports that lead nowhere."""
+    found = []
+
+    def check(good, *what):
+        found.extend([] if good else [" ".join(map(str, what))])
+
+    def chosen(selector, where):
+        selector = selector.get("matchLabels", selector)
+        match = [pod for pod in pods(made) if selector.items() <= pod["metadata"]["labels"].items()]
+        check(match or selector in OUTSIDE, where, "selects no pod:", selector)
+        return match
+
+    def named(kind, name, where):
+        check(any((one["kind"], one["metadata"]["name"]) == (kind, name) for one in made), where, "no", kind, name)
+
+    def has(port, among, where):
+        check(any(port in ports_of(pod) or port in ports_of(pod).values() for pod in among), where, "no port", port)
+
+    for one in made:
+        kind, spec = one["kind"], one.get("spec", {})
+        where = f"{kind} {one['metadata']['name']}"
+        if kind == "Service":
+            for port in spec["ports"]:
+                has(port["targetPort"], chosen(spec["selector"], where), where)
+        elif kind == "Ingress":
+            (path,) = spec["rules"][0]["http"]["paths"]
+            check(path["path"] == "/v1", where, "passes on more than /v1")
+            backend = path["backend"]["service"]
+            named("Service", backend["name"], where)
+            services = (other for other in made if other["kind"] == "Service")
+            check(
+                any(backend["port"]["name"] == port["name"] for other in services for port in other["spec"]["ports"]),
+                where,
+                "no port",
+                backend["port"],
+            )
+        elif kind == "NetworkPolicy":
+            among = chosen(spec["podSelector"], where)
+            for rule in spec["ingress"]:
+                for source in rule["from"]:
+                    if "podSelector" in source:
+                        chosen(source["podSelector"], where)
+                for port in rule.get("ports", ()):
+                    has(port["port"], among, where)
+        elif kind == "PodMonitor":
+            for endpoint in spec["podMetricsEndpoints"]:
+                has(endpoint["port"], chosen(spec["selector"], where), where)
+        elif kind == "PodDisruptionBudget":
+            chosen(spec["selector"], where)
+        elif kind == "RoleBinding":
+            named(one["roleRef"]["kind"], one["roleRef"]["name"], where)
+            for subject in one["subjects"]:
+                named(subject["kind"], subject["name"], where)
+        elif kind == "Deployment":
+            check_deployment(one, pod_commands(made)[one["metadata"]["name"]], check, chosen, named, where)
+    return found
+
+
+def check_deployment(one, command, check, chosen, named, where):
+    pod = one["spec"]["template"]
+    check(pod in chosen(one["spec"]["selector"], where), where, "does not select its own pods")
+    if "serviceAccountName" in pod["spec"]:
+        named("ServiceAccount", pod["spec"]["serviceAccountName"], where)
+    (container,) = pod["spec"]["containers"]
+    for source in container.get("envFrom", ()):
+        named("ConfigMap", source["configMapRef"]["name"], where)
+    mounts = {volume["name"] for volume in container.get("volumeMounts", ())}
+    check(mounts == {volume["name"] for volume in pod["spec"].get("volumes", ())}, where, "volumes", mounts)
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        if probe in container:
+            check(container[probe]["httpGet"]["port"] in ports_of(pod), where, probe)
+    check("$(" not in " ".join(command), where, "a variable has no value")
+    options = {word.partition("=")[0]: word.partition("=")[2] for word in command if word.startswith("--")}
+    stop = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    left = pod["spec"]["terminationGracePeriodSeconds"] - stop - int(options.get("--shutdown-timeout", 0))
+    check(left >= 15, where, "is killed before it ends")
+    check(ports_of(pod)[container["ports"][0]["name"]] == int(options["--port"]), where, "port", options["--port"])
+    if command[0] == "vllm-router":
+        check(ports_of(pod)["metrics"] == int(options["--prometheus-port"]), where, "metrics")
+        check(
+            container["readinessProbe"]["httpGet"]["path"] == "/readiness", where, "is not ready if one engine is gone"
+        )
+        for role in ("prefill", "decode"):
+            at = command.index(f"--{role}-selector")
+            for engine in chosen(dict(word.split("=") for word in command[at + 1 : at + 3]), where):
+                check(
+                    ports_of(engine)["http"] == int(options["--service-discovery-port"]), where, role, "at other port"
+                )
+                check(engine["metadata"]["labels"]["role"] == role, where, role, "selects others")
+    elif options.get("--kv-transfer-config") is not None and "kv_producer" in " ".join(command):
+        check(one["spec"]["replicas"] > 1, where, "has one replica")
+        check(stop >= 30, where, "ends before D has read")
+    for sidecar in pod["spec"].get("initContainers", ()):
+        own = dict(word[2:].split("=") for word in sidecar["args"])
+        check(int(own["model-server-port"]) == ports_of(pod)["http"], where, "the sidecar asks another port")
+        check(int(own["port"]) == ports_of(pod)["sidecar"], where, "the sidecar listens at another port")
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_in_kubernetes_every_name_leads_somewhere(overlay):
+    made = kubernetes_objects(overlay)
+    assert dangling(made) == []
+    assert {one["metadata"]["namespace"] for one in made} == {"kvhma"}
+
+
+def put(path, value):
+    """Change an object: the keys on the way, the last of which gets the value."""
+    *keys, last = path.split("/")
+
+    def change(one):
+        for key in keys:
+            one = one[int(key) if key.isdigit() else key]
+        one[int(last) if last.isdigit() else last] = value
+
+    return change
+
+
+POD = "spec/template/spec"
+WRONG = {
+    ("Service", "kvhma"): [put("spec/selector/role", "proxy"), put("spec/ports/0/targetPort", "http")],
+    ("Ingress", "kvhma"): [
+        put("spec/rules/0/http/paths/0/path", "/"),
+        put("spec/rules/0/http/paths/0/backend/service/port/name", "http"),
+        put("spec/rules/0/http/paths/0/backend/service/name", "router"),
+    ],
+    ("NetworkPolicy", "engines"): [
+        put("spec/ingress/1/ports/0/port", "api"),
+        put("spec/podSelector/matchLabels/app", "x"),
+    ],
+    ("NetworkPolicy", "from-router"): [put("spec/ingress/0/from/0/podSelector/matchLabels/role", "proxy")],
+    ("PodMonitor", "kvhma"): [
+        put("spec/podMetricsEndpoints/1/port", "prometheus"),
+        put("spec/selector/matchLabels/app", "x"),
+    ],
+    ("PodDisruptionBudget", "prefill"): [put("spec/selector/matchLabels/role", "p")],
+    ("RoleBinding", "router"): [put("roleRef/name", "x"), put("subjects/0/name", "x")],
+    ("Deployment", "prefill"): [
+        put("spec/replicas", 1),
+        put(f"{POD}/containers/0/args/0", "$(MODELS)"),
+        put("spec/selector/matchLabels/role", "decode"),
+        put(f"{POD}/containers/0/envFrom/0/configMapRef/name", "x"),
+        put(f"{POD}/containers/0/ports/0/containerPort", 8100),
+        put(f"{POD}/containers/0/livenessProbe/httpGet/port", "api"),
+        put(f"{POD}/containers/0/lifecycle/preStop/sleep/seconds", 5),
+        put(f"{POD}/terminationGracePeriodSeconds", 60),
+        put(f"{POD}/volumes/0/name", "x"),
+    ],
+    ("Deployment", "router"): [
+        put(f"{POD}/serviceAccountName", "default"),
+        put(f"{POD}/containers/0/readinessProbe/httpGet/path", "/health"),
+        put(f"{POD}/containers/0/ports/1/containerPort", 9090),
+        put(f"{POD}/containers/0/args/6", "--service-discovery-port=8100"),
+        put(f"{POD}/containers/0/args/9", "role=decode"),
+    ],
+    ("Deployment", "decode"): [
+        put(f"{POD}/initContainers/0/args/0", "--port=8001"),
+        put(f"{POD}/initContainers/0/args/1", "--model-server-port=8000"),
+    ],
+    ("NetworkPolicy", "from-llm-d"): [put("spec/ingress/0/ports/0/port", 80)],
+}
+
+
+@needs_kubectl
+def test_a_name_that_leads_nowhere_is_found():
+    overlays = {overlay: kubernetes_objects(overlay) for overlay in OVERLAYS}
+    for (kind, name), changes in WRONG.items():
+        overlay = "llm-d" if name in ("decode", "from-llm-d") else "router"
+        for number, change in enumerate(changes):
+            made = copy.deepcopy(overlays[overlay])
+            (one,) = (one for one in made if (one["kind"], one["metadata"]["name"]) == (kind, name))
+            change(one)
+            assert dangling(made), (kind, name, number)
+
+
+@needs_kubectl
+def test_in_kubernetes_prometheus_reaches_all_metrics():
+    made = kubernetes_objects("router")
+    allowed = set()
+    for one in made:
+        if one["kind"] == "NetworkPolicy":
+            for rule in one["spec"]["ingress"]:
+                if {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}} in rule[
+                    "from"
+                ]:
+                    allowed |= {port["port"] for port in rule["ports"]}
+    (monitor,) = (one for one in made if one["kind"] == "PodMonitor")
+    assert allowed == {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]} == {"http", "metrics"}
+    assert len([one for one in made if one["kind"] == "PodDisruptionBudget"]) == len(pods(made)) == 3
+
+
+def test_in_compose_only_the_router_is_where_clients_are():
     services = compose_services()["services"]
-    assert {name for name, service in services.items() if "clients" in service["networks"]} == {"proxy"}
-    assert {name for name, service in services.items() if "ports" in service} == {"proxy"}
+    assert {name for name, service in services.items() if "clients" in service["networks"]} == {"router"}
+    assert {name for name, service in services.items() if "ports" in service} == {"router"}
+    assert all(port.startswith("127.0.0.1:") for port in services["router"]["ports"]), (
+        "it obeys every client that reaches it"
+    )
     for name in ("prefill", "decode"):
         config = transfer_config([*services[name]["command"]])["kv_connector_extra_config"]
         assert config["side_channel_host"] == name, "other containers know this one by its service's name"

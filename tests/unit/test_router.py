@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
 import shutil
 import subprocess
 from contextlib import asynccontextmanager
@@ -12,10 +14,15 @@ from contextlib import asynccontextmanager
 import pytest
 
 pytest.importorskip("prometheus_client", reason="make dev installs it")
+pytest.importorskip("yaml", reason="make dev installs it")
 aiohttp = pytest.importorskip("aiohttp", reason="make dev installs it")
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from kvhma import proxy
 from kvhma.cli.serve_pair import free_ports
+from support.examples import kubernetes_objects, pod_commands
 from support.fleet import PARAMS, Engine, usage
 
 ROUTER = shutil.which("vllm-router")
@@ -25,32 +32,42 @@ CHECKS = "--health-check-interval-secs 1 --health-failure-threshold 1 --worker-s
 
 
 @asynccontextmanager
-async def routed(tmp_path):
+async def routed(tmp_path, **environment):
     """Prefill and decode engines, and a client of the router before them."""
     prefills, decodes = [Engine(usage(32)), Engine(usage(32))], [Engine(usage(48)), Engine(usage(48))]
     for engine in (*prefills, *decodes):
         await engine.server.start_server()
-    port, metrics = free_ports(2)
-    command = [ROUTER, "--vllm-pd-disaggregation", "--policy", "round_robin", "--port", str(port), *CHECKS.split()]
-    command += ["--prometheus-port", str(metrics)]
+    command = [ROUTER, "--vllm-pd-disaggregation", "--policy", "round_robin", *CHECKS.split()]
     for option, engines in (("--prefill", prefills), ("--decode", decodes)):
         command += [word for engine in engines for word in (option, engine.url)]
-    with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
-        try:
-            async with aiohttp.ClientSession(f"http://127.0.0.1:{port}/") as client:
-                while await status_of(client) != 200:
-                    assert process.poll() is None, (tmp_path / "log").read_text()
-                    await asyncio.sleep(0.05)
-                yield prefills, decodes, client
-        finally:
-            process.terminate()
+    async with started(command, tmp_path, environment) as (client, process):
+        yield prefills, decodes, client, process
     for engine in (*prefills, *decodes):
         await engine.server.close()
 
 
-async def status_of(client):
+@asynccontextmanager
+async def started(command, tmp_path, environment):
+    """The router, with further options for its ports, and a client of it."""
+    port, metrics = free_ports(2)
+    command = [*command, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics)]
+    with (
+        (tmp_path / "log").open("wb") as log,
+        subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | environment) as process,
+    ):
+        try:
+            async with aiohttp.ClientSession(f"http://127.0.0.1:{port}/") as client:
+                while await status_of(client, "/readiness") != 200:
+                    assert process.poll() is None, (tmp_path / "log").read_text()
+                    await asyncio.sleep(0.05)
+                yield client, process
+        finally:
+            process.terminate()
+
+
+async def status_of(client, path, method="GET"):
     try:
-        async with client.get("/health") as answer:
+        async with client.request(method, path) as answer:
             return answer.status
     except aiohttp.ClientConnectionError:
         return None
@@ -65,7 +82,7 @@ def test_requests_go_through_both_engines(tmp_path):
     """Parameters arrive as P wrote them; a client's parameters do not; cached tokens are P's; a 4xx comes through."""
 
     async def test():
-        async with routed(tmp_path) as (prefills, decodes, client):
+        async with routed(tmp_path) as (prefills, decodes, client, _):
             for stream in (False, True, False, True):
                 status, text = await complete(client, stream=stream, kv_transfer_params={"remote_host": "evil"})
                 assert (status, "[DONE]" in text) == (200, stream)
@@ -86,13 +103,160 @@ def test_requests_go_through_both_engines(tmp_path):
 
 
 def test_dead_engines_are_left_out(tmp_path):
+    """`/readiness` is for probes: it fails if a role has no engine left, and `/health` if any engine is gone."""
+
     async def test():
-        async with routed(tmp_path) as (prefills, decodes, client):
+        async with routed(tmp_path) as (prefills, decodes, client, _):
             await prefills[0].server.close()
             await decodes[1].server.close()
             right = 0
             while right < 8:
                 right = right + 1 if (await complete(client))[0] == 200 else 0
                 await asyncio.sleep(0.05)
+            assert [await status_of(client, path) for path in ("/readiness", "/liveness", "/health")] == [200, 200, 503]
+            await prefills[1].server.close()
+            while await status_of(client, "/readiness") != 503:
+                await asyncio.sleep(0.05)
+            assert await status_of(client, "/liveness") == 200
+            assert (await complete(client))[0] == 503
+
+    asyncio.run(asyncio.wait_for(test(), 240))
+
+
+def test_a_router_that_is_told_to_end_ends_its_answers_first(tmp_path):
+    async def test():
+        async with routed(tmp_path) as (_, decodes, client, process):
+            for engine in decodes:
+                engine.may_answer.clear()
+            answer = asyncio.create_task(complete(client, stream=True))
+            while not any(engine.asked for engine in decodes):
+                await asyncio.sleep(0.01)
+            process.terminate()
+            while await status_of(client, "/liveness") is not None:  # it closes its port at once
+                await asyncio.sleep(0.05)
+            assert process.poll() is None
+            for engine in decodes:
+                engine.may_answer.set()
+            status, text = await answer
+            assert (status, "[DONE]" in text) == (200, True)
+            assert process.wait() == 0
+
+    asyncio.run(asyncio.wait_for(test(), 240))
+
+
+def test_engines_get_the_routers_key_and_anyone_may_remove_them(tmp_path):
+    """Why the examples let no client reach the router's other paths."""
+
+    async def test():
+        async with routed(tmp_path, OPENAI_API_KEY="of the engines") as (prefills, decodes, client, _):
+            client.headers["Authorization"], ids = "Bearer of a client", set()
+            assert (await complete(client))[0] == 200
+            for engines in (prefills, decodes):
+                (headers,) = (headers for engine in engines for _, _, headers in engine.asked)
+                assert headers["Authorization"] == "Bearer of the engines"
+                ids.add(headers["X-Request-Id"])
+            (name,) = ids
+            assert re.fullmatch("[0-9a-f]{32}", name.rpartition("_")[2]), "a ticket could be drawn from the id"
+            assert await status_of(client, f"/remove_worker?url={prefills[0].url}", "POST") == 200
+            for _ in range(2):
+                assert (await complete(client))[0] == 200
+            assert len(prefills[1].asked) >= 2
+
+    asyncio.run(asyncio.wait_for(test(), 240))
+
+
+# --- as in examples/kubernetes ---------------------------------------------------------------------------------------
+
+
+class Cluster:
+    """Kubernetes' list of pods, as a client of its API watches it."""
+
+    def __init__(self):
+        self.pods, self.watchers = [], []
+        app = web.Application()
+        app.router.add_get("/api/v1/namespaces/kvhma/pods", self.answer)
+        self.server = TestServer(app)
+
+    async def answer(self, request):
+        if request.query.get("watch") != "true":
+            found = {"apiVersion": "v1", "kind": "PodList", "metadata": {"resourceVersion": "1"}, "items": self.pods}
+            return web.json_response(found)
+        events = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await events.prepare(request)
+        self.watchers.append(events)
+        await asyncio.Event().wait()
+        return events
+
+    async def tell(self, kind, pod):
+        for events in self.watchers:
+            await events.write(json.dumps({"type": kind, "object": pod}).encode() + b"\n")
+
+    def config(self, tmp_path):
+        """The file that tells a client where the API is."""
+        here = {"name": "here", "cluster": {"server": f"http://127.0.0.1:{self.server.port}"}}
+        context = {"name": "here", "context": {"cluster": "here", "user": "router"}}
+        found = {"apiVersion": "v1", "kind": "Config", "current-context": "here", "clusters": [here]}
+        found |= {"contexts": [context], "users": [{"name": "router", "user": {"token": "t"}}]}
+        (tmp_path / "config").write_text(json.dumps(found))
+        return str(tmp_path / "config")
+
+
+def pod(role, host, ready=True, **metadata):
+    """A pod with the labels of a deployment of examples/kubernetes."""
+    (labels,) = (
+        one["spec"]["template"]["metadata"]["labels"]
+        for one in kubernetes_objects()
+        if (one["kind"], one["metadata"]["name"]) == ("Deployment", role)
+    )
+    metadata |= {"name": f"{role}-{host}", "namespace": "kvhma", "uid": host, "resourceVersion": "1", "labels": labels}
+    conditions = [{"type": "Ready", "status": str(ready)}]
+    status = {"phase": "Running", "podIP": host, "conditions": conditions}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": []}, "status": status}
+
+
+def test_the_router_of_the_kubernetes_example_follows_pods(tmp_path):
+    """With the example's own options: pods that end get no request from then on, and new ones get some once ready."""
+
+    async def test():
+        cluster, (port,) = Cluster(), free_ports(1)
+        hosts = {"prefill": ["127.0.0.2", "127.0.0.3"], "decode": ["127.0.0.4", "127.0.0.5"]}
+        engines = {}
+
+        async def start(host):
+            engines[host] = engine = Engine(usage(32))
+            engine.server = TestServer(engine.server.app, host=host, port=port)
+            await engine.server.start_server()
+
+        async def asked():
+            """The requests that each engine gets of four."""
+            for engine in engines.values():
+                engine.asked.clear()
+            assert [(await complete(client))[0] for _ in range(4)] == [200] * 4
+            return {host: len(engine.asked) for host, engine in engines.items() if engine.asked}
+
+        for role, named in hosts.items():
+            for host in named:
+                await start(host)
+                cluster.pods.append(pod(role, host))
+        await cluster.server.start_server()
+        command = [ROUTER, *pod_commands(kubernetes_objects())["router"][1:], "--service-discovery-port", str(port)]
+        async with started(command, tmp_path, {"KUBECONFIG": cluster.config(tmp_path)}) as (client, _):
+            expected = dict.fromkeys(engines, 2)
+            while await asked() != expected:
+                await asyncio.sleep(0.05)
+            await cluster.tell("MODIFIED", pod("prefill", "127.0.0.3", deletionTimestamp="2026-01-01T00:00:00Z"))
+            expected = {"127.0.0.2": 4, "127.0.0.4": 2, "127.0.0.5": 2}
+            while await asked() != expected:
+                await asyncio.sleep(0.05)
+            assert await status_of(client, "/readiness") == 200
+            await start("127.0.0.6")
+            await cluster.tell("ADDED", pod("prefill", "127.0.0.6", ready=False))
+            assert await asked() == expected
+            await cluster.tell("MODIFIED", pod("prefill", "127.0.0.6"))
+            while await asked() != {host: 2 for host in engines if host != "127.0.0.3"}:
+                await asyncio.sleep(0.05)
+        await cluster.server.close()
+        for engine in engines.values():
+            await engine.server.close()
 
     asyncio.run(asyncio.wait_for(test(), 240))
