@@ -246,7 +246,7 @@ def connector_configs(page):
     return [json.loads(found) for found in CONFIG.findall(text)]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/vllm.md", "docs/routers.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/vllm.md", "docs/llm-d.md", "docs/dynamo.md"])
 def test_documented_connectors_exist(page):
     configs = connector_configs(page)
     assert configs
