@@ -166,8 +166,8 @@ class Settings:
     handshake_timeout: float = _row(
         5.0,
         _number(float, 0.1, 600),
-        "seconds for each reply of another engine; all replies of a handshake together have four times that, and so has "
-        "a digest",
+        "seconds for each reply of another engine; all replies of a handshake together have four times that, and so "
+        "has a digest",
     )
     prefill_engines: tuple[Address, ...] = _row(
         (),
