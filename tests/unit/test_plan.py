@@ -162,3 +162,20 @@ def test_context_parallel_ranks_that_dropped_different_blocks():
         (0, [[4096 + 5 * 32, 8]]),
         (1, [[4096 + 3 * 32, 32]]),
     ]
+
+
+@pytest.mark.parametrize("smaller", range(3))
+def test_spans_are_checked_for_the_source_with_fewer_blocks(smaller):
+    """Spans for all sources are checked once for sources of one size, and again for a source of another size."""
+    one = dataclasses.replace(model("gemma-3-27b"), query_heads=None)
+    sources = [
+        layout(one, LayoutOptions(num_blocks=10 if rank == smaller else 20, tp_rank=rank, tp_size=4, base=1 << 44))
+        for rank in range(4)
+    ]
+    local = layout(one, LayoutOptions(num_blocks=20))
+    planned = kvhma.plan(local, sources)
+    assert len(planned.sources) == 4
+    mine, theirs = ([kvhma.Span(0, [first + group]) for group in range(len(local.groups))] for first in (1, 10))
+    with pytest.raises(kvhma.errors.BlockIdError, match=r"remote group 0: block id 10 .* outside 0..10"):
+        planned.transfer(9, mine, theirs)
+    assert planned.transfer(9, mine, mine).bytes
