@@ -6,14 +6,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from support.engines import free_port
-from support.engines.zygote import ENVIRONMENT, engine_python
+from support.engines.zygote import ENVIRONMENT, REPO, engine_python
 from support.handoff import prompts
 from support.tokenizer import with_tokenizer
 from support.waiting import until
@@ -62,6 +65,36 @@ def test_one_command_serves_a_pair(model: Models, tmp_path: Path) -> None:
             pair.wait(60)
     assert pair.returncode == 0
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not (REPO / "models").is_dir(), reason="make real-model writes a real model")
+def test_the_start_page_ends_with_its_answer(tmp_path: Path) -> None:
+    """The command for CPUs, and the request as it is on the page, but for the port."""
+    page = (REPO / "docs/start.md").read_text(encoding="utf-8")
+    (started,) = re.findall(r"^kvhma serve-pair (.* --dtype float32 .*)$", page, re.MULTILINE)
+    asked, shown = re.search(
+        r"^(curl .*/chat/completions .*)\n```\n[^`]*`content`:\n\n```text\n(.*)\n```$", page, re.M
+    ).groups()
+    port = free_port()
+    with subprocess.Popen(
+        [*command("--port", port, "--logs", tmp_path / "logs"), *started.split()],
+        env={**os.environ, **SEEN},
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as pair:
+        try:
+            said = [pair.stdout.readline() for _ in range(4)]
+            run = subprocess.run(shlex.split(asked.replace(":8000", f":{port}")), capture_output=True, check=True)
+            assert json.loads(run.stdout)["choices"][0]["message"]["content"] == shown
+            (look,) = re.findall(r"curl -s http://.*", said[2])
+            counted = subprocess.run(look, shell=True, capture_output=True, text=True, check=True).stdout
+            assert counted.split()[-1] == "1.0", "the page's number"
+        finally:
+            pair.send_signal(signal.SIGTERM)
+            pair.wait(60)
+    assert pair.returncode == 0
 
 
 def of_group_leaders(pid: int) -> list[int]:

@@ -29,8 +29,8 @@ from support.cli_run import cli
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 NOT_RUN = {"chmod", "curl", "eval", "hf", "make", "openssl", "pip", "vllm"}
-"""Starts of lines that a block may have which is not run, and files of examples/."""
-EXAMPLE = re.compile(r"^(?:[A-Z_]+=\S* )*(?:python )?(examples/[\w./-]+)")
+"""Starts of lines that a block may have which is not run, and files of examples/ and tools/."""
+EXAMPLE = re.compile(r"^(?:[A-Z_]+=\S* )*(?:python )?((?:examples|tools)/[\w./-]+)")
 
 PROXY = "python -m kvhma.proxy "
 
@@ -136,7 +136,8 @@ def test_every_block_has_a_language_that_is_tested(page):
                 elif line.startswith("kvhma "):
                     name, *arguments = shlex.split(line)[1:]
                     command = app.commands[name]
-                    command.make_parser(click.Context(command)).parse_args(arguments)  # it needs a live engine
+                    context = click.Context(command, **command.context_settings)
+                    command.make_parser(context).parse_args(arguments)  # it needs a live engine
                 elif line.startswith("python -c "):
                     compile(shlex.split(line)[2], page, "exec")  # it needs packages that are not installed
                 elif line.startswith(PROXY):
