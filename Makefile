@@ -286,6 +286,11 @@ bench-following: dev $(E2E)/.ready ## D reads while P computes, over a cable of 
 	PYTHONPATH=tests KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python benches/following.py --pictures docs/assets $(ARGS) > benches/RESULTS_FOLLOWING.md
 	cat benches/RESULTS_FOLLOWING.md
 
+.PHONY: bench-serve
+bench-serve: dev $(E2E)/.ready ## vllm bench serve, beside vLLM's own connector and one engine, in benches/RESULTS_SERVE.md (hours; ARGS="--models gemma3 --starts 1")
+	PYTHONPATH=tests KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python benches/serve.py $(ARGS) > benches/RESULTS_SERVE.md
+	cat benches/RESULTS_SERVE.md
+
 .PHONY: bench-torch
 bench-torch: build $(E2E)/.ready ## one buffer for all layers against one for each, in benches/RESULTS_TORCH.md
 	PYTHONPATH=python $(E2E)/bin/python benches/torch_transfer.py > benches/RESULTS_TORCH.md
