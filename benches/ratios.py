@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+import os
 import platform
 import random
 import sys
@@ -502,6 +503,7 @@ def size(geometry: Geometry) -> int:
 
 
 def main() -> None:
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it writes to the output
     print("# Results\n\nMade by `make bench`; ratios and counts, since the machine is shared and noisy.\n")
     print(
         f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}, kvhma {kvhma.__version__}\n"
