@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm bench serve`` against P, D and a proxy: kvhma, vLLM's NixlConnector in three forms, and one plain engine.
+
+All columns serve the same random prompts in turns, and the engines of the other columns are stopped meanwhile. A round
+is one run of each column; ratios are taken within a round. Prints Markdown, which is benches/RESULTS_SERVE.md. Needs the
+engines of `make e2e`, and `tests` on the path.
+
+    python benches/serve.py [--models gemma3 DIRECTORY ...] [--at-once 1 10 32] [--starts 3] [--requests 80]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from handoffs.alone import alone
+from handoffs.pairs import ENV, transfer
+from handoffs.tables import EVEN, HIT, OURS, THEIRS, rotated
+from support.engines import Engine, Zygote, make_models
+from support.engines.engine import free_port
+from support.engines.zygote import ENVIRONMENT, engine_python
+from support.handoff import arguments
+from support.tokenizer import with_tokenizer
+from support.waiting import until
+
+WITHOUT_HMA, TICKETS, PLAIN = "NixlConnector, without HMA", "kvhma, tickets", "one engine"
+COLUMNS = (OURS, TICKETS, EVEN, THEIRS, WITHOUT_HMA, PLAIN)
+SETTINGS = {OURS: OURS, TICKETS: OURS, EVEN: EVEN, THEIRS: THEIRS, WITHOUT_HMA: THEIRS, PLAIN: HIT}
+
+SAME = {"enable_prefix_caching": False, "kv_cache_memory_bytes": 256 << 20, "skip_tokenizer_init": False}
+HOST = "127.0.0.1"
+CLIENT = """
+import argparse
+from vllm.benchmarks.serve import add_cli_args, main
+parser = argparse.ArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
+
+class Workload(NamedTuple):
+    """Mean tokens of a prompt and of an answer; each varies by half."""
+
+    name: str
+    tokens_in: int
+    tokens_out: int
+
+
+WORKLOADS = (Workload("ShareGPT's means", 215, 194), Workload("long prompts", 2000, 32))
+
+
+class Measure(NamedTuple):
+    """A number of the client: its key, its unit, and whether more is better."""
+
+    what: str
+    key: str
+    unit: str
+    more: bool = False
+
+
+MEASURES = (
+    Measure("requests", "request_throughput", "/s", more=True),
+    Measure("tokens of answers", "output_throughput", "/s", more=True),
+    Measure("time to first token, mean", "mean_ttft_ms", " ms"),
+    Measure("the same, median", "median_ttft_ms", " ms"),
+    Measure("the same, p99", "p99_ttft_ms", " ms"),
+    Measure("time per output token, mean", "mean_tpot_ms", " ms"),
+    Measure("time between tokens, p99", "p99_itl_ms", " ms"),
+)
+
+
+@dataclass
+class Column:
+    """The engines of a column, and where a client asks them."""
+
+    engines: list[Engine]
+    port: int
+
+    def ask(
+        self, folder: Path, model: Path, workload: Workload, at_once: int, requests: int, seed: int
+    ) -> dict[str, Any]:
+        """Run vLLM's client once; return what it measured.
+
+        Raises:
+            RuntimeError: the client failed, or a request did.
+        """
+        options = {
+            "backend": "openai",
+            "base-url": f"http://{HOST}:{self.port}",
+            "endpoint": "/v1/completions",
+            "model": "tiny",
+            "tokenizer": model,
+            "dataset-name": "random",
+            "random-input-len": workload.tokens_in,
+            "random-output-len": workload.tokens_out,
+            "random-range-ratio": 0.5,
+            "num-prompts": requests,
+            "max-concurrency": at_once,
+            "seed": seed,
+            "percentile-metrics": "ttft,tpot,itl",
+            "metric-percentiles": 99,
+            "result-dir": folder,
+            "result-filename": "result.json",
+        }
+        words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+        flags = ["--ignore-eos", "--save-result", "--save-detailed", "--disable-tqdm"]
+        command = [engine_python(), "-c", CLIENT, *words, *flags]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, env=os.environ | ENVIRONMENT)
+        if done.returncode:
+            raise RuntimeError(done.stderr[-2000:])
+        found = json.loads((folder / "result.json").read_text())
+        if found["completed"] != requests:
+            failed = next(filter(None, found["errors"]), "")
+            raise RuntimeError(f"{requests - found['completed']} of {requests} requests failed: {failed[-2000:]}")
+        return dict(found)
+
+
+@contextlib.contextmanager
+def proxy(p: int, d: int, *, tickets: bool) -> Iterator[int]:
+    """The port of ``kvhma.proxy`` before P and D, which it also is before engines of vLLM's connector."""
+    port = free_port()
+    command = [sys.executable, "-m", "kvhma.proxy", "--prefill", f"http://{HOST}:{p}", "--decode", f"http://{HOST}:{d}"]
+    command += ["--host", HOST, "--port", str(port), *([] if tickets else ["--no-tickets"])]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield port
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=2) as reply:
+        return bool(reply.status == 200)
+    return False
+
+
+@contextlib.contextmanager
+def served(zygote: Zygote, model: Path, name: str, folder: Path, columns: Sequence[str]) -> Iterator[dict[str, Column]]:
+    """All columns, ready to be asked."""
+    with contextlib.ExitStack() as stack:
+        found: dict[str, Column] = {}
+        for index, column in enumerate(columns):
+            more: dict[str, Any] = {"disable_hybrid_kv_cache_manager": True} if column == WITHOUT_HMA else {}
+            base = arguments(name) | SAME | more
+            ports = [free_port() for _ in range(1 if column == PLAIN else 2)]
+            engines = [
+                Engine(
+                    zygote,
+                    model,
+                    folder / f"{index}-{side}.log",
+                    kv_transfer_config=transfer(SETTINGS[column], 0),
+                    env=dict(ENV),
+                    engine_args=base,
+                    http=(HOST, port),
+                )
+                for side, port in zip("pd", ports, strict=False)
+            ]
+            for engine in engines:
+                engine.start()
+                stack.callback(engine.kill)
+            for engine in engines:
+                engine.ready()
+            asked = ports[0] if column == PLAIN else stack.enter_context(proxy(*ports, tickets=column == TICKETS))
+            found[column] = Column(engines, asked)
+            until(lambda asked=asked: answers(asked))
+        yield found
+
+
+@dataclass
+class Table:
+    """The rounds of one model, workload and concurrency: the client's numbers by column."""
+
+    title: str
+    found: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def markdown(self) -> str:
+        """Medians, and kvhma's ratio to each other column in the same round with its quartiles."""
+        columns = [column for column in COLUMNS if column in self.found]
+        lines = [f"\n### {self.title}\n", f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+        for measure in MEASURES:
+            cells = [self._cell(measure, column) for column in columns]
+            lines.append(f"| {measure.what} | {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+    def _cell(self, measure: Measure, column: str) -> str:
+        values = [found[measure.key] for found in self.found[column]]
+        shown = f"{statistics.median(values):,.2f}{measure.unit}"
+        if column == OURS:
+            return shown
+        ours = [found[measure.key] for found in self.found[OURS]]
+        # Above 1 is better for kvhma, for times and for rates.
+        ratios = [a / b if measure.more else b / a for a, b in zip(ours, values, strict=True)]
+        if len(ratios) == 1:
+            return f"{shown}, {ratios[0]:.2f}×"
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        verdict = "better" if low > 1 else "worse" if high < 1 else "tie"
+        return f"{shown}, {middle:.2f}× ({low:.2f} to {high:.2f}) {verdict}"
+
+
+HEAD = """\
+# Results of serving, by vLLM's own client
+
+Made by `benches/serve.py` (`make bench-serve`): `vllm bench serve` asks P and D through `kvhma.proxy`, or one engine
+directly. Prompts are random, and lengths vary by half. Prefix caches are off. The machine is shared and noisy, so ratios
+count: above 1 is better for kvhma in each row. Brackets have the quartiles of the ratios of {rounds} rounds of
+{starts} starts; with 1 between them it is a tie.
+
+*NixlConnector* is vLLM's as it is, and its progress threads spin. *Even terms* is the same class, whose threads sleep as
+kvhma's do. *Without HMA* starts it with `--disable-hybrid-kv-cache-manager`. *One engine* has all cores and no hand-off.
+
+{machine}"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="vllm bench serve, beside vLLM's own connector.")
+    parser.add_argument("--models", nargs="*", default=["gemma3", "nemotron_h"], help="tiny models, or directories")
+    parser.add_argument("--at-once", nargs="*", type=int, default=[1, 10, 32])
+    parser.add_argument("--columns", nargs="*", default=[*COLUMNS], choices=COLUMNS)
+    parser.add_argument("--workloads", nargs="*", type=int, default=[0, 1], help="0 short prompts, 1 long prompts")
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1, help="of each start")
+    parser.add_argument("--requests", type=int, default=80, help="of a run; a tenth if one is asked at a time")
+    options = parser.parse_args()
+    env = {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{Path(__file__).resolve().parent}"}
+    machine = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores for engines, proxy and client"
+    print(HEAD.format(rounds=options.starts * options.rounds, starts=options.starts, machine=machine), flush=True)
+    for name in options.models:
+        tables: dict[tuple[int, int], Table] = {}
+        for start in range(options.starts):
+            with tempfile.TemporaryDirectory() as made, Zygote(Path(made) / "zygote.log", env) as zygote:
+                measure(zygote, Path(made), name, start, options, tables)
+        for table in tables.values():
+            print(table.markdown(), flush=True)
+
+
+def measure(
+    zygote: Zygote,
+    folder: Path,
+    name: str,
+    start: int,
+    options: argparse.Namespace,
+    tables: dict[tuple[int, int], Table],
+) -> None:
+    """Run the rounds of one start of all engines."""
+    is_real = Path(name).is_dir()
+    model = Path(name) if is_real else with_tokenizer(make_models(zygote, folder, name)[0], folder / "model")
+    columns = rotated(options.columns, start)
+    with served(zygote, model, "" if is_real else name, folder, columns) as found:
+        running = [engine for column in found.values() for engine in column.engines]
+        for column in columns:  # the first run of engines does much for the first time
+            with alone(found[column].engines, running):
+                found[column].ask(folder, model, WORKLOADS[0], 4, 8, 0)
+        for number in range(options.rounds):
+            for index in options.workloads:
+                for at_once in options.at_once:
+                    workload = WORKLOADS[index]
+                    title = f"{Path(name).name}, {workload.name}: {workload.tokens_in:,} tokens in, "
+                    title += f"{workload.tokens_out} out, {at_once} at a time"
+                    table = tables.setdefault((index, at_once), Table(title))
+                    requests = options.requests if at_once > 1 else max(1, options.requests // 10)
+                    for column in rotated(columns, start + number):
+                        with alone(found[column].engines, running):
+                            seed = 1000 * start + number
+                            result = found[column].ask(folder, model, workload, at_once, requests, seed)
+                        table.found.setdefault(column, []).append(result)
+                        print(f"{title}: {column}: {result['request_throughput']:.2f}/s", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
