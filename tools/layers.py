@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PICTURES = {
     "python/kvhma": """
+        __main__
         cli | proxy
         vllm | torch | oracle
         nixl | tensors | models

@@ -60,7 +60,7 @@ def test_the_picture_has_the_rooms_of_the_check():
     layers = program("tools/layers.py")
     picture = PAGE.split("```")[1]
     drawn = [name for house in ("python/kvhma", "rust/core/src") for name in layers.rows_of(layers.PICTURES[house])]
-    left_out = {"__init__", "types", "versions", "text", "lib", "digest", "finding"}
+    left_out = {"__init__", "__main__", "types", "versions", "text", "lib", "digest", "finding"}
     assert {name for name in drawn if not re.search(rf"\b{name}\b", picture)} <= left_out
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import NoReturn
 
@@ -20,7 +21,7 @@ from kvhma.cli.diff import diff
 from kvhma.cli.doctor import doctor
 from kvhma.cli.explain import explain
 from kvhma.cli.export import export
-from kvhma.cli.format import printable
+from kvhma.cli.format import print_json, printable
 from kvhma.cli.map import map_
 from kvhma.cli.models import models_
 from kvhma.cli.plan import plan
@@ -50,7 +51,9 @@ def app() -> None:
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:
-    """Run the command line. An error in the input becomes one line and exit code 2."""
+    """Run the command line. An error in the input becomes one line, or JSON with ``--json``, and exit code 2."""
+    words = sys.argv[1:] if arguments is None else arguments
+    as_json = "--json" in words or "json" in re.findall(r"--format[= ](\w+)", " ".join(words))
     try:
         # Shell completion looks for this name, however the command was started.
         code = app.main(arguments, prog_name="kvhma", standalone_mode=False)
@@ -59,9 +62,9 @@ def run(arguments: list[str] | None = None) -> NoReturn:
         error.show()
         raise SystemExit(2) from None
     except click.ClickException as error:
-        _refuse(error.format_message())
+        _refuse("usage", error.format_message(), as_json)
     except KvhmaError as error:
-        _refuse(str(error))
+        _refuse(error.code, str(error), as_json)
     except click.Abort:
         raise SystemExit(130) from None
     except BrokenPipeError:  # the reader, for example `head`, closed the pipe
@@ -70,8 +73,12 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     raise SystemExit(code or 0)
 
 
-def _refuse(text: str) -> NoReturn:
-    click.echo(f"Error: {printable(' '.join(text.split()))}", err=True)
+def _refuse(code: str, text: str, as_json: bool) -> NoReturn:
+    line = printable(" ".join(text.split()))
+    if as_json:
+        print_json({"kvhma_error": 1, "code": code, "text": line})
+    else:
+        click.echo(f"Error: {line}", err=True)
     raise SystemExit(2) from None
 
 

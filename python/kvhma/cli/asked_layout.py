@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -13,16 +14,19 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from kvhma.cli.engine_options import EngineOptions
-from kvhma.cli.model_names import find_model, geometry, is_there
+from kvhma.cli.model_names import find_model, geometry, is_there, parse_geometry
 from kvhma.cli.subprocess import process, receive
 from kvhma.errors import ConfigError, KvhmaError, LayoutError, RequestError
 from kvhma.geometry import Geometry
 from kvhma.models import Model
-from kvhma.models.config import kv_dtype_of, load_config, load_json, model_from_config
+from kvhma.models.config import MAX_BYTES, kv_dtype_of, load_config, load_json, model_from_config, parse_json
 
 Layout: TypeAlias = Literal["auto", "vllm", "table"]
 
 TABLE = "table"
+STDIN = "-"
+"""As MODEL: a ``config.json`` or a geometry from the standard input."""
+
 _SECONDS = 120.0
 
 _MAX_REASON = 300
@@ -67,7 +71,7 @@ def ask_layout(
     """Return what MODEL caches, from the table or from vLLM.
 
     Args:
-        text: MODEL.
+        text: MODEL; ``-`` for the standard input.
         layout: ``"auto"`` asks the table first, and vLLM where the table refuses.
         kv_dtype: dtype of the KV cache; None for the checkpoint's.
         ssm_dtype: dtype of the recurrent state; None for the model's.
@@ -76,14 +80,20 @@ def ask_layout(
     Raises:
         KvhmaError: MODEL cannot be read, or neither the table nor vLLM supports it.
     """
-    if not is_there(text):
+    if text != STDIN and not is_there(text):
         if layout == "vllm":
             raise RequestError(f"--layout vllm: MODEL {text!a} must be a config.json or its directory")
         return AskedModel(_built_in(text, kv_dtype, ssm_dtype))
     path = Path(text)
-    if path.is_file() and "kvhma" in load_json(path):
+    if text == STDIN:
+        raw = sys.stdin.buffer.read(MAX_BYTES + 1)
+        file, name, form = path, "stdin", parse_json(raw, text)
+        if "kvhma" in form:
+            return parse_geometry(raw, text)
+    elif path.is_file() and "kvhma" in load_json(path):
         return geometry(path)
-    file, name, form = load_config(path)
+    else:
+        file, name, form = load_config(path)
     if layout == "vllm":
         return _ask_vllm(file, name, form, kv_dtype, ssm_dtype, tp_sizes)
     try:

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Literal, TypeAlias, get_args
 
 import click
 from rich.console import Console
@@ -30,6 +31,8 @@ from kvhma.errors import KvhmaError
 from kvhma.nixl.library import import_nixl
 from kvhma.versions import NIXL_INSTALL, NIXL_LEAST, NIXL_STRIDED, VLLM, is_newer_than_tested, series
 
+Purpose: TypeAlias = Literal["cli", "library", "vllm"]
+
 _COLORS = {"ok": "green", "note": "yellow", "missing": "red", "failed": "red"}
 _PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _BLOCK, _BLOCKS = 65536, 16
@@ -37,18 +40,28 @@ _NEWER_NIXL = f"pip install -U 'nixl>={NIXL_STRIDED}'"
 
 
 @click.command()
+@click.option(
+    "--for",
+    "purpose",
+    type=click.Choice(get_args(Purpose)),
+    default="vllm",
+    show_default=True,
+    help="What this machine is for: plans without engines, transfers by the library, or the connector.",
+)
 @click.option("--peer", type=HostPort(), help="Side channel of a live engine: is it reached, and who is it?")
 @click.option("--read", is_flag=True, help="With --peer: read null blocks of its caches over NIXL, and time it.")
 @access_options
 @output_options
-def doctor(peer: tuple[str, int] | None, read: bool, as_json: bool, quiet: bool, **given: Path | None) -> None:
+def doctor(
+    purpose: Purpose, peer: tuple[str, int] | None, read: bool, as_json: bool, quiet: bool, **given: Path | None
+) -> None:
     """Check what this machine has, and what is missing.
 
     NIXL, its backends, transports and open ports, network cards, GPU links, memlock, vLLM, and a transfer between two
-    processes. With --peer also the path to a live engine: its name, its port, and whether its advertised address leads
-    to it from this host. Then whether both have the same secret, versions, model and caches. Nothing is changed. Exit
-    code 0: all is there. 1: something is missing or failed; each line says what installs or fixes it. With -q only
-    those lines are printed.
+    processes. A laptop for plans needs none of them: --for cli. With --peer also the path to a live engine: its name,
+    its port, and whether its advertised address leads to it from this host. Then whether both have the same secret,
+    versions, model and caches. Nothing is changed. Exit code 0: all is there. 1: something is missing or failed; each
+    line says what installs or fixes it. With -q only those lines are printed.
     """
     if peer is None and (read or any(given.values())):
         raise click.UsageError("--read, --secret-file and --settings are for --peer")
@@ -57,7 +70,7 @@ def doctor(peer: tuple[str, int] | None, read: bool, as_json: bool, quiet: bool,
     with progress(quiet or as_json) as bar:
         task = bar.add_task("looking", total=None)
         more = () if peer is None or access is None else look_at_peer(peer, access, read=read)
-        for row in chain(look(), more):
+        for row in chain(look(purpose), more):
             rows.append(row)
             bar.update(task, description=row.name)
     wrong = [row for row in rows if row.state in ("missing", "failed")]
@@ -68,9 +81,11 @@ def doctor(peer: tuple[str, int] | None, read: bool, as_json: bool, quiet: bool,
     raise SystemExit(1 if wrong else 0)
 
 
-def look() -> Iterator[Row]:
-    """Run the checks one after the other."""
+def look(purpose: Purpose) -> Iterator[Row]:
+    """Run the checks for a purpose one after the other."""
     yield Row("kvhma", "ok", f"{__version__}, Python {platform.python_version()}, numpy {version('numpy')}")
+    if purpose == "cli":
+        return
     yield from look_at_host()
     nixl = _nixl()
     yield nixl
@@ -83,8 +98,9 @@ def look() -> Iterator[Row]:
         if backends.state == "ok":
             yield _ports()
             yield _loop_back()
-    yield _vllm()
-    yield _connector()
+    if purpose == "vllm":
+        yield _vllm()
+        yield _connector()
 
 
 def installed(*names: str) -> tuple[str, str] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from itertools import product
 from typing import Any, get_args
 
@@ -128,16 +129,27 @@ def parse_engines(ctx: click.Context, param: click.Parameter, text: str) -> list
 def _items(ctx: click.Context, param: click.Parameter, text: str) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield the field, the key and the text of the value of every given item."""
     fields = set()
-    for item in filter(None, (word.strip() for word in text.split(","))):
+    for item in (word.strip() for word in text.split(",")):
+        if not item:
+            raise click.BadParameter(f"{text!a} has an empty item", ctx, param)
         key, equals, value = item.partition("=")
         key = key.strip().lower().replace("-", "_")
         key = _LONG_KEYS.get(key, key)
         if not equals or key not in KEYS:
-            raise click.BadParameter(f"{item!a}: expected key=value with a key of {', '.join(KEYS)}", ctx, param)
+            expected = f"expected key=value with a key of {', '.join(KEYS)}{_meant(key)}"
+            raise click.BadParameter(f"{item!a}: {expected}", ctx, param)
         if (field := KEYS[key][0]) in fields:
             raise click.BadParameter(f"{key} is given twice", ctx, param)
         fields.add(field)
         yield field, (key, value)
+
+
+def _meant(key: str) -> str:
+    """Ask for the key that was probably meant: the same letters in another order, or else similar ones."""
+    known = (*KEYS, *_LONG_KEYS)
+    swapped = [name for name in known if sorted(name) == sorted(key)]
+    near = swapped or get_close_matches(key[:40], known, 1, 0.7)
+    return f". Did you mean {near[0]}?" if near else ""
 
 
 def _engine(ctx: click.Context, param: click.Parameter, values: dict[str, Any]) -> EngineOptions:

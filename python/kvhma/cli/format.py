@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
 import click
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -24,6 +25,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 STYLES = ("table", "json", "csv", "markdown")
 """The formats in which a command can print its tables."""
 
+_GAP = 2
+_WORD = 24
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -63,14 +66,21 @@ class Sheet:
     rows: Sequence[Sequence[str]]
     caption: str = ""
 
-    def table(self) -> Table:
-        """Return its columns and rows for a terminal."""
-        table = Table(box=None, padding=(0, 2, 0, 0))
-        for letter, name in zip(self.align, self.columns, strict=True):
+    def table(self, width: int) -> Table | Text:
+        """Return its columns and rows for a terminal.
+
+        Only words are wrapped. Where numbers would not fit, each cell becomes a line with the name of its column.
+        """
+        cells = [[printable(cell) for cell in row] for row in (self.columns, *self.rows)]
+        widths = _widths(self.align, cells, width)
+        if widths is None:
+            return Text(_listed(cells))
+        table = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False)
+        for letter, name, column in zip(self.align, cells[0], widths, strict=True):
             justify: Literal["left", "right"] = "right" if letter == "r" else "left"
-            table.add_column(Text(printable(name)), justify=justify, overflow="fold", no_wrap=letter == "n")
-        for row in self.rows:
-            table.add_row(*(Text(printable(cell)) for cell in row))
+            table.add_column(Text(name), justify=justify, width=column, overflow="fold")
+        for row in cells[1:]:
+            table.add_row(*map(Text, row))
         return table
 
     def markdown(self) -> str:
@@ -112,9 +122,41 @@ def print_sheets(sheets: Sequence[Sheet], style: str) -> None:
         # Not the table's own title, which would be as narrow as the table.
         if sheet.title:
             console.print(Text(printable(sheet.title)), style="bold", soft_wrap=True)
-        console.print(sheet.table())
+        console.print(sheet.table(console.width))
         if sheet.caption:
             console.print(Text(printable(sheet.caption)), style="dim", soft_wrap=True)
+
+
+def _widths(align: str, cells: Sequence[Sequence[str]], room: int) -> list[int] | None:
+    """Return the width of each column, or None if words and numbers need more room. Paths and the like are folded."""
+    natural = [
+        max(cell_len(line) for cell in column for line in cell.split("\n")) for column in zip(*cells, strict=True)
+    ]
+    widths = []
+    for letter, (name, *column) in zip(align, zip(*cells, strict=True), strict=True):
+        words = [word[:_WORD] for text in (name, *(column if letter == "l" else ())) for word in text.split()]
+        widths.append(max((cell_len(text) for text in (*words, *(() if letter == "l" else column))), default=0))
+    room -= sum(widths) + _GAP * (len(widths) - 1)
+    for _ in range(min(room, sum(natural) - sum(widths))):
+        # The column that would have the most lines.
+        widest = max(range(len(widths)), key=lambda index: natural[index] / max(widths[index], 0.5))
+        widths[widest] += 1
+    return widths if room >= 0 else None
+
+
+def _listed(cells: Sequence[Sequence[str]]) -> str:
+    """Write each row as lines of a name and a value; the first cell begins a row, and empty cells are left out."""
+    names = [" ".join(name.split()) for name in cells[0]]
+    across = max(map(cell_len, names)) + _GAP
+    lines = []
+    for row in cells[1:]:
+        lines.append("  ".join(filter(None, (names[0], row[0]))))
+        lines += [
+            f"  {name}{' ' * (across - cell_len(name))}{cell}"
+            for name, cell in zip(names[1:], row[1:], strict=True)
+            if cell
+        ]
+    return "\n".join(lines)
 
 
 def print_csv(rows: Sequence[Mapping[str, Any]]) -> None:

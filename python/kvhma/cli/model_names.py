@@ -72,11 +72,21 @@ def geometry(path: Path) -> Geometry:
         KvhmaError: the file is not a geometry; the text starts with its path.
     """
     try:
-        return Geometry.from_json(path.read_bytes())
+        return parse_geometry(path.read_bytes(), str(path))
     except OSError as error:
         raise GeometryError(f"{path}: {error.strerror or error}") from error
+
+
+def parse_geometry(raw: bytes, name: str) -> Geometry:
+    """Parse a geometry; `name` is its source.
+
+    Raises:
+        KvhmaError: it is not a geometry; the text starts with its source.
+    """
+    try:
+        return Geometry.from_json(raw)
     except KvhmaError as error:
-        raise type(error)(f"{path}: {error}") from error
+        raise type(error)(f"{name}: {error}") from error
 
 
 def complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -23,21 +23,36 @@ class Point(NamedTuple):
     nbytes: int
 
 
-def plot(title: str, lines: Mapping[str, Sequence[Point]]) -> tuple[Drawing, float]:
-    """Draw two panels with a common legend. Only eight lines are drawn; the page says how many are left out."""
+class Line(NamedTuple):
+    """The requests between one pair of engines, and the same requests by another connector, for a dashed line."""
+
+    points: list[Point]
+    compared: list[Point]
+
+
+def plot(title: str, lines: Mapping[str, Line], connector: str) -> tuple[Drawing, float]:
+    """Draw two panels with a common legend. Only eight lines are drawn; the page says how many are left out.
+
+    Args:
+        title: the title.
+        lines: a line for each pair of engines.
+        connector: name of the compared connector.
+    """
     shown = dict(list(lines.items())[:COLORS])
     page = Drawing(COLUMN, title, "Predicted time and bytes by tokens of the prompt; both axes are logarithmic.")
     y = page.paragraph(12, 28, title, "big")
     y = page.paragraph(12, y, "Both axes are logarithmic. Hover over a mark for its numbers.", "soft") + 12
     for name, value, unit in (("predicted time", _seconds, duration), ("bytes, all ranks", _nbytes, size)):
         page.text(12, y, name, "head")
-        _panel(page, y + 16, shown, value, unit)
+        _panel(page, y + 16, shown, connector, value, unit)
         y += _HEIGHT + 64
     page.text(_RIGHT, y - 14, "tokens of the prompt", "small soft end")
     for index, pair in enumerate(shown):
         page.rect(12, y - 10, 12, 12, f"c{index}")
         page.text(32, y, pair)
         y += 18
+    if any(line.compared for line in shown.values()):
+        y = page.paragraph(12, y, f"dashed, with empty marks: {connector}", "soft")
     if len(lines) > len(shown):
         y = page.paragraph(12, y, f"and {len(lines) - len(shown)} pairs more, which only the table has", "soft")
     return page, y
@@ -54,11 +69,12 @@ def _nbytes(point: Point) -> float:
 def _panel(
     page: Drawing,
     y: float,
-    lines: Mapping[str, Sequence[Point]],
+    lines: Mapping[str, Line],
+    connector: str,
     value: Callable[[Point], float],
     unit: Callable[[float], str],
 ) -> None:
-    points = [point for line in lines.values() for point in line]
+    points = [point for line in lines.values() for point in (*line.points, *line.compared)]
     across = _axis((point.tokens for point in points), _LEFT, _RIGHT - _LEFT)
     marks = ticks([value(point) for point in points])
     up = _axis((*marks, *map(value, points)), y + _HEIGHT, -_HEIGHT)
@@ -73,11 +89,16 @@ def _panel(
             page.text(x, y + _HEIGHT + 16, f"{count:,}", "small soft mid")
             last = x
     for index, (pair, line) in enumerate(lines.items()):
-        ends = [(across(point.tokens), up(value(point))) for point in line]
-        page.line(ends, f"s{index}")
-        for point, (x, height) in zip(line, ends, strict=True):
-            hover = f"{pair}\n{point.tokens:,} tokens: {size(point.nbytes)}, {duration(point.seconds)}"
-            page.rect(x - _MARK / 2, height - _MARK / 2, _MARK, _MARK, f"c{index}", hover)
+        for name, requests, curve, shape in (
+            (f"{connector}, {pair}", line.compared, f"s{index} other", f"s{index} empty"),
+            (pair, line.points, f"s{index}", f"c{index}"),
+        ):
+            ends = [(across(point.tokens), up(value(point))) for point in requests]
+            if ends:
+                page.line(ends, curve)
+            for point, (x, height) in zip(requests, ends, strict=True):
+                hover = f"{name}\n{point.tokens:,} tokens: {size(point.nbytes)}, {duration(point.seconds)}"
+                page.rect(x - _MARK / 2, height - _MARK / 2, _MARK, _MARK, shape, hover)
 
 
 def _axis(values: Iterable[float], start: float, length: float) -> Callable[[float], float]:

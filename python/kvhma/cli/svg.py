@@ -45,6 +45,7 @@ _RULES = (
     ".null { fill: none; stroke: var(--line); stroke-dasharray: 2 2; pointer-events: all; }",
     ".read { fill: var(--ink); } .paper { fill: var(--paper); }",
     "polyline { fill: none; stroke-width: 2; pointer-events: none; } .grid { stroke: var(--line); stroke-width: 0.5; }",
+    ".other { stroke-dasharray: 5 4; } .empty { fill: var(--paper); stroke-width: 1.5; }",
     ".link { opacity: 0.22; } .held { opacity: 0.3; }",
     ".t0 { opacity: 1; } .t1 { opacity: 0.8; } .t2 { opacity: 0.62; } .t3 { opacity: 0.46; }",
     "rect:hover, polygon:hover { stroke: var(--ink); stroke-width: 1; opacity: 1; }",

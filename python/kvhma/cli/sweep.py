@@ -26,7 +26,7 @@ from kvhma.cli.hand_off import NO_HMA, VLLM, RequestOptions, count, of_model
 from kvhma.cli.link_file import load_link
 from kvhma.cli.model_names import complete_model
 from kvhma.cli.plan import other_form
-from kvhma.cli.plot import Point, plot
+from kvhma.cli.plot import Line, Point, plot
 from kvhma.cli.svg import check_drawing
 from kvhma.cli.values import TokenList
 from kvhma.costs import Link
@@ -158,11 +158,14 @@ def _by_own(form: dict[str, Any]) -> str:
 
 
 def _plot(name: str, cases: list[_Case], rows: list[dict[str, Any]], output: Path) -> None:
-    points: dict[str, list[Point]] = {}
+    lines: dict[str, Line] = {}
     for case, row in zip(cases, rows, strict=True):
         if "refused" not in row and row["bytes"]:
-            points.setdefault(case.pair, []).append(Point(case.tokens, row["seconds"], row["bytes"]))
-    if not points:
+            line = lines.setdefault(case.pair, Line([], []))
+            line.points.append(Point(case.tokens, row["seconds"], row["bytes"]))
+            if nbytes := row["vllm"].get("bytes"):
+                line.compared.append(Point(case.tokens, row["vllm"]["seconds"], nbytes))
+    if not lines:
         raise RequestError(f"--output {output}: every pair is refused: {rows[0].get('refused', 'nothing is moved')}")
-    page, height = plot(f"{name}: what a request moves", points)
+    page, height = plot(f"{name}: what a request moves", lines, VLLM)
     page.save(output, height)

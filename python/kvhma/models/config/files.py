@@ -13,7 +13,9 @@ from kvhma.errors import ConfigError
 from kvhma.models.config.model import model_from_config
 from kvhma.models.table import Model
 
-_MAX_BYTES = 16 << 20
+MAX_BYTES = 16 << 20
+"""Most bytes of a file that is read."""
+
 _FILE = "config.json"
 _QUANTIZATION_FILE = "hf_quant_config.json"
 
@@ -75,15 +77,31 @@ def load_json(file: Path) -> Mapping[str, Any]:
     """
     try:
         with file.open("rb") as stream:
-            raw = stream.read(_MAX_BYTES + 1)
+            raw = stream.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror or error}") from error
-    if len(raw) > _MAX_BYTES:
-        raise ConfigError(f"{file}: more than {_MAX_BYTES >> 20} MiB")
+    return parse_json(raw, str(file))
+
+
+def parse_json(raw: bytes, name: str) -> Mapping[str, Any]:
+    """Parse a JSON object of reasonable size.
+
+    Args:
+        raw: the text.
+        name: its source, with which errors begin.
+
+    Returns:
+        Its fields.
+
+    Raises:
+        ConfigError: it is too long, or something else.
+    """
+    if len(raw) > MAX_BYTES:
+        raise ConfigError(f"{name}: more than {MAX_BYTES >> 20} MiB")
     try:
         form = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: not JSON: {error}") from error
+        raise ConfigError(f"{name}: not JSON: {error}") from error
     if not isinstance(form, dict):
-        raise ConfigError(f"{file}: a {type(form).__name__}, expected a JSON object")
+        raise ConfigError(f"{name}: a {type(form).__name__}, expected a JSON object")
     return form

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line at its edges: narrow terminals, mistyped keys, errors with ``--json``, a pipe as MODEL."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree as ET
+
+import pytest
+from rich.console import Console
+
+from kvhma.cli import doctor
+from kvhma.cli.checks import Row
+from kvhma.cli.format import Sheet
+from support.cli_configs import NEMOTRON_3_NANO
+from support.cli_run import cli, refused
+from support.tiny import tiny_hybrid
+
+PAIR = ("google/gemma-3-27b-it", "--prefill", "tp=2", "--decode", "tp=4")
+SVG = "{http://www.w3.org/2000/svg}"
+NUMBER = re.compile(r"\d[\d,.]*(?: (?:[KMGT]iB|B|s|ms|µs)\b)?")
+
+
+# --- 60 columns ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("columns", [40, 60, 72, 80, 120])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("plan", *PAIR, "--tokens", "64k"),
+        ("sweep", "google/gemma-3-27b-it", "--tokens", "1k/64k"),
+        ("models",),
+        ("cost", *PAIR),
+    ],
+    ids=lambda command: command[0],
+)
+def test_no_number_is_broken(command: tuple[str, ...], columns: int) -> None:
+    """A narrow terminal shows the same numbers with their units as a wide one, and no pieces of them."""
+    wide, narrow = (cli(*command, columns=width).out for width in (400, columns))
+    assert set(NUMBER.findall(wide)) == set(NUMBER.findall(narrow))
+
+
+def test_rows_that_do_not_fit_become_lines() -> None:
+    out = cli("sweep", "google/gemma-3-27b-it", "--tokens", "1k", columns=60).out
+    assert "prefill  tp=1\n" in out
+    assert "  decode              tp=1\n" in out
+    assert "  vLLM 0.32 × b., t.  1.03, 1.04\n" in out
+    assert max(map(len, out.splitlines()[:-1])) <= 60
+
+
+@pytest.mark.parametrize("width", [20, 24, 30])
+def test_words_wrap_before_rows_become_lines(width: int) -> None:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(Sheet("", "lr", ("what", "bytes"), [("many short words in a cell", "1,234,567")]).table(width))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) > 2
+    assert sum("1,234,567" in line for line in lines) == 1
+    assert lines[0].split() == ["what", "bytes"]
+
+
+# --- python -m kvhma -------------------------------------------------------------------------------------------------
+
+
+def test_the_package_runs() -> None:
+    done = subprocess.run([sys.executable, "-m", "kvhma", "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("kvhma, version ")
+
+
+# --- errors as JSON --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (("plan", "nope", "--json"), "unknown-model", "no built-in model"),
+        (("plan", "gemma-3-4b", "--format", "json", "--tokens", "0"), "usage", "--tokens"),
+        (("plan", "gemma-3-4b", "--format=json", "--prefill", "tp=0"), "usage", "tp=0"),
+        (("diff", "/none", "/none", "--json"), "unknown-model", "'/none'"),
+        (("explain", "--json"), "usage", "MODEL"),
+    ],
+)
+def test_an_error_is_json_too(arguments: tuple[str, ...], code: str, text: str) -> None:
+    done = cli(*arguments)
+    assert done.code == 2
+    assert done.err == ""
+    assert {name: done.form[name] for name in ("kvhma_error", "code")} == {"kvhma_error": 1, "code": code}
+    assert text in done.form["text"]
+
+
+def test_an_error_without_json_is_a_line() -> None:
+    assert "no built-in model" in refused("plan", "nope", "--format", "csv")
+
+
+# --- doctor --for ----------------------------------------------------------------------------------------------------
+
+
+def doctor_rows(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, list[str]]:
+    monkeypatch.setattr(doctor, "installed", lambda *_names: None)
+    monkeypatch.setattr(doctor, "look_at_host", lambda: [Row("memlock", "ok", "unlimited")])
+    done = cli("doctor", "--json", *arguments)
+    return done.code, [row["name"] for row in done.form["checks"]]
+
+
+def test_a_laptop_without_engines_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor_rows(monkeypatch, "--for", "cli") == (0, ["kvhma"])
+    assert doctor_rows(monkeypatch, "--for", "library") == (1, ["kvhma", "memlock", "NIXL"])
+    everything = (1, ["kvhma", "memlock", "NIXL", "vLLM", "connector"])
+    assert doctor_rows(monkeypatch, "--for", "vllm") == doctor_rows(monkeypatch) == everything
+
+
+# --- keys and items --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("item", "meant"),
+    [
+        ("pt=2", "tp"),
+        ("blok=16", "block"),
+        ("tensor-paralel-size=2", "tensor_parallel_size"),
+        ("kernal=64", "kernel"),
+        ("layuot=HND", "layout"),
+    ],
+)
+def test_a_mistyped_key(item: str, meant: str) -> None:
+    assert refused("plan", "gemma-3-4b", "--prefill", item).endswith(f"Did you mean {meant}?")
+    assert refused("sweep", "gemma-3-4b", "--decode", f"tp=1,{item}").endswith(f"Did you mean {meant}?")
+
+
+def test_nothing_is_meant_by_a_word_like_no_key() -> None:
+    assert "Did you mean" not in refused("plan", "gemma-3-4b", "--prefill", "zzz=2")
+
+
+@pytest.mark.parametrize("text", ["tp=2,,block=16", "tp=2,", ",tp=2", "", " , "])
+def test_an_empty_item(text: str) -> None:
+    assert "has an empty item" in refused("plan", "gemma-3-4b", "--prefill", text)
+    assert "has an empty item" in refused("sweep", "gemma-3-4b", "--decode", text)
+
+
+# --- a pipe as MODEL -------------------------------------------------------------------------------------------------
+
+
+def pipe(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+
+
+def test_a_config_from_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "stdin" / "config.json"
+    config.parent.mkdir()
+    config.write_text(json.dumps(NEMOTRON_3_NANO))
+    for command in ("plan", "explain"):
+        pipe(monkeypatch, config.read_bytes())
+        assert cli(command, "-", "--json").form == cli(command, config, "--json").form
+    pipe(monkeypatch, config.read_bytes())
+    assert cli("sweep", "-", "--json").form == cli("sweep", config, "--json").form
+
+
+def test_a_geometry_from_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe(monkeypatch, tiny_hybrid(10).to_json())
+    assert cli("plan", "-", "--json", "--tokens", 32).form["bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"", "-: not JSON"),
+        (b"[]", "-: a list"),
+        (b'{"kvhma": 1}', "-: "),
+        (b"{}", "-: "),
+        (b" " * ((16 << 20) + 1), "-: more than 16 MiB"),
+    ],
+    ids=["empty", "list", "geometry", "config", "long"],
+)
+def test_a_wrong_pipe(data: bytes, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe(monkeypatch, data)
+    assert f"Error: {text}" in refused("plan", "-")
+
+
+# --- the picture of a sweep ------------------------------------------------------------------------------------------
+
+
+def test_the_plot_has_the_line_of_vllm(tmp_path: Path) -> None:
+    output = tmp_path / "sweep.svg"
+    arguments = ("google/gemma-3-27b-it", "--decode", "tp=1/2", "--tokens", "1k/8k")
+    rows = cli("sweep", *arguments, "-o", output, "--json").form["rows"]
+    root = ET.parse(output).getroot()
+    lines = [line.get("class") for line in root.iter(f"{SVG}polyline")]
+    for index in range(2):
+        assert lines.count(f"s{index}") == 2, "a panel of times, and a panel of bytes"
+        assert lines.count(f"s{index} other") == 2
+    titles = [title.text or "" for title in root.iter(f"{SVG}title")]
+    assert sum("vLLM 0.32" in title for title in titles) == 2 * sum("bytes" in row["vllm"] for row in rows)
+    assert any("dashed" in (text.text or "") and "vLLM 0.32" in (text.text or "") for text in root.iter(f"{SVG}text"))
+
+
+def test_a_plot_without_vllm_promises_no_line(tmp_path: Path) -> None:
+    output = tmp_path / "sweep.svg"
+    form = cli("sweep", "gemma-3-4b", "--prefill", "pp=2", "-o", output, "--json").form
+    assert all("bytes" not in row["vllm"] for row in form["rows"])
+    assert "dashed" not in output.read_text()
