@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check whether a build may be published under a tag: one version everywhere, and a file for every machine."""
+"""Check whether a build may be published under a tag: one version everywhere, and a file for every machine.
+
+python tools/release.py                 # prints the tag of this version
+python tools/release.py v0.1.0 dist     # prints each error in a line; exit code 1 if there is an error
+"""
 
 from __future__ import annotations
 
@@ -36,8 +40,11 @@ def faults(tag: str, files: list[str], changelog: str, current: str) -> list[str
     return found
 
 
-def main(tag: str, folder: str) -> None:
-    """Print the errors, and exit with 1 if there is an error."""
+def main(tag: str = "", folder: str = "dist") -> None:
+    """Print the errors, and exit with 1 if there is an error. Without a tag print the tag of this version."""
+    if not tag:
+        print(f"v{version()}")
+        return
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     files = [path.name for path in Path(folder).iterdir()]
     if found := faults(tag, files, changelog, version()):

@@ -101,7 +101,9 @@ def main(wheel: Path, torch: Path | None) -> None:
         programs = folder / "env/bin"
         pip = (programs / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check")
 
-        run(folder, *pip, f"{wheel}[cli]")
+        # By name, from a folder in place of the package index: what a user types once the release is there.
+        run(folder, programs / "python", "-m", "pip", "download", "-q", "-d", folder / "index", f"{wheel}[cli]")
+        run(folder, *pip, "--no-index", "--find-links", folder / "index", "kvhma[cli]")
         run(folder, programs / "python", "-m", "pip", "check")
         run(folder, programs / "python", "-c", WHERE)
         printed = run(folder, programs / "kvhma", "--version")

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+from importlib.metadata import PackageNotFoundError, requires
 
 VLLM = ("0.31.0", "0.32.0", "0.33.0")
 """Versions of vLLM with which ``make e2e`` is run."""
@@ -28,6 +30,20 @@ NIXL_LEAST = "1.4"
 
 NIXL_STRIDED = "1.5"
 """The first series of NIXL that accepts strided views; earlier series need them written out row by row."""
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs what an extra of kvhma needs, wherever kvhma itself comes from.
+
+    The metadata of the installed kvhma names the packages. A kvhma that is only on the path has no metadata.
+    """
+    try:
+        found = requires("kvhma") or []
+    except PackageNotFoundError:
+        found = []
+    marked = [row.partition(";") for row in found]
+    needed = [name.strip() for name, _, marker in marked if re.search(rf"extra == ['\"]{extra}['\"]", marker)]
+    return f"pip install {shlex.join(needed)}" if needed else f"pip install '.[{extra}]' in a checkout of kvhma"
 
 
 def is_newer_than_tested(vllm: str) -> bool:

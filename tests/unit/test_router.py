@@ -26,7 +26,7 @@ from support.examples import kubernetes_objects, pod_commands
 from support.fleet import PARAMS, Engine, usage
 
 ROUTER = shutil.which("vllm-router")
-pytestmark = pytest.mark.skipif(ROUTER is None, reason="needs vllm-router: pip install 'kvhma[router]'")
+pytestmark = pytest.mark.skipif(ROUTER is None, reason="needs vllm-router: pip install '.[router]'")
 
 CHECKS = "--health-check-interval-secs 1 --health-failure-threshold 1 --worker-startup-check-interval 1"
 

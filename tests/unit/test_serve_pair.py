@@ -8,6 +8,7 @@ import os
 import pytest
 
 from kvhma.cli import serve_pair
+from kvhma.versions import install_command
 from support.cli_run import cli
 
 TP = {"prefill_tp": 1, "decode_tp": 1}
@@ -59,7 +60,7 @@ def test_what_clients_ask(monkeypatch, tmp_path, installed, arguments, module):
     monkeypatch.setattr(serve_pair, "run", lambda parts, ready: ran.extend(parts) or 1)
     done = cli("serve-pair", "m", "--port", 7, "--logs", tmp_path, *arguments)
     assert done.code == 1
-    assert ("kvhma[router]" in done.err) == (not installed)
+    assert ("for vllm-router: pip install " in done.err) == (not installed)
     prefill, decode, front = ran
     command = " ".join(front.command)
     assert f"-m {module} " in command
@@ -72,4 +73,4 @@ def test_missing_programs_are_named(monkeypatch):
     monkeypatch.setattr(serve_pair.importlib.util, "find_spec", lambda name: None)
     done = cli("serve-pair", "m")
     assert done.code == 2
-    assert "vllm is not installed: pip install 'kvhma[vllm]'" in done.err
+    assert f"vllm is not installed: {install_command('vllm')}" in done.err

@@ -7,13 +7,17 @@ import json
 import os
 import re
 import subprocess
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
+from kvhma import versions
 from kvhma.versions import NIXL, NIXL_LEAST, NIXL_STRIDED, VLLM, VLLM_COMPILED, VLLM_DEFAULT, VLLM_READ, series
 
 ROOT = Path(__file__).parents[2]
+TEXTS = {".json", ".md", ".py", ".sh", ".service", ".toml", ".yaml", ".yml"}
+INDEX = re.compile(r"pip install (?!.*--no-index)(?:-\S+ )*[\"']?kvhma(?![\w/.-])(?!(?:\[[\w,]+\])? @ )")
 REQUIREMENT = re.compile(r'"([a-z][\w-]*)(?:\[\w+\])?([<>=~][^"]*)"')
 
 
@@ -58,6 +62,46 @@ def test_the_page_of_the_connector_names_them():
     first = series(VLLM[0])
     assert cells[-1] == f"up to {first[0]}.{first[1] - 1}"
     assert f"NIXL {NIXL} was used for all runs" in text("docs/vllm.md")
+
+
+def test_errors_name_packages_that_exist(monkeypatch):
+    """What they print works without a package index that has kvhma."""
+    metadata = [
+        "numpy>=1.24",
+        "click>=8.3 ; extra == 'cli'",
+        'rich>=13 ; extra == "cli"',
+        "nixl>=1.4 ; extra == 'nixl'",
+    ]
+    monkeypatch.setattr(versions, "requires", lambda name: metadata)
+    assert versions.install_command("cli") == "pip install 'click>=8.3' 'rich>=13'"
+    assert versions.install_command("nixl") == "pip install 'nixl>=1.4'"
+    assert versions.install_command("router") == "pip install '.[router]' in a checkout of kvhma"
+
+    def absent(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(versions, "requires", absent)
+    assert versions.install_command("cli") == "pip install '.[cli]' in a checkout of kvhma"
+
+
+def test_nothing_is_installed_from_an_index_that_lacks_it():
+    """Until a release is on a package index, every text names a checkout."""
+    folders = ("python/kvhma", "docs", "tools", ".github", "tests")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in TEXTS]
+    wrong = []
+    for file in [*files, *ROOT.glob("*.md"), ROOT / "Makefile"]:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            if INDEX.search(line):
+                wrong.append(f"{file.relative_to(ROOT)}: {line.strip()}")
+    assert len(files) > 300
+    assert not wrong
+
+
+def test_the_search_for_an_index_finds_one():
+    for words in ("kvhma", "'kvhma[cli]'", "-U kvhma", "kvhma[vllm]==1"):
+        assert INDEX.search(f"pip install {words}")
+    for words in ("'.[cli]'", "'kvhma[cli] @ file:///x.whl'", "-q --no-index kvhma", "kvhma-0.1.0.whl"):
+        assert not INDEX.search(f"pip install {words}")
 
 
 def test_the_page_of_formats_names_them():

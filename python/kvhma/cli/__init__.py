@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import sys
 
+from kvhma.versions import install_command
+
 
 def main() -> None:
     """Run the command line, or name the missing package if the ``cli`` extra is not installed."""
@@ -13,6 +15,6 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in {"click", "rich"}:
             raise
-        sys.stderr.write(f"kvhma: the command line needs {error.name}: pip install 'kvhma[cli]'\n")
+        sys.stderr.write(f"kvhma: the command line needs {error.name}: {install_command('cli')}\n")
         raise SystemExit(2) from None
     run()

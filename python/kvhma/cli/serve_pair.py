@@ -18,10 +18,11 @@ import click
 
 from kvhma.cli.doctor import installed
 from kvhma.cli.processes import Part, run
+from kvhma.versions import install_command
 
 _MODULES = {
-    "router": {"vllm": "kvhma[vllm]", "vllm_router": "kvhma[router]"},
-    "proxy": {"vllm": "kvhma[vllm]", "aiohttp": "kvhma[proxy]", "prometheus_client": "kvhma[proxy]"},
+    "router": {"vllm": "vllm", "vllm_router": "router"},
+    "proxy": {"vllm": "vllm", "aiohttp": "proxy", "prometheus_client": "proxy"},
 }
 """By front the required modules, and the extras that install them."""
 
@@ -57,7 +58,7 @@ def serve_pair(
     front = str(of_engines["front"] or ("router" if importlib.util.find_spec("vllm_router") else "proxy"))
     for module, extra in _MODULES[front].items():
         if importlib.util.find_spec(module) is None:
-            raise click.UsageError(f"{module} is not installed: pip install '{extra}'")
+            raise click.UsageError(f"{module} is not installed: {install_command(extra)}")
     folder = logs or Path(tempfile.mkdtemp(prefix="kvhma-"))
     folder.mkdir(parents=True, exist_ok=True)
     prefill, decode, prefill_side, decode_side = free_ports(4)
@@ -70,7 +71,7 @@ def serve_pair(
     asked = [*_front(front), "--host", host, "--port", str(port), "--prefill", urls[0], "--decode", urls[1]]
     click.echo(f"starting a prefill and a decode engine; logs are in {folder}", err=True)
     if front == "proxy" and not of_engines["front"]:
-        click.echo("clients ask kvhma.proxy; for vllm-router: pip install 'kvhma[router]'", err=True)
+        click.echo(f"clients ask kvhma.proxy; for vllm-router: {install_command('router')}", err=True)
     parts = [*engines, Part(front, asked, os.environ, folder / f"{front}.log", f"{host}:{port}")]
     return run(parts, _ready(model, f"http://{host}:{port}", urls[1]))
 

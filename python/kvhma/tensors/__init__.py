@@ -9,7 +9,7 @@ from __future__ import annotations
 try:
     import torch as _torch  # noqa: F401 - absolute: the package of that name
 except ImportError as error:
-    raise ImportError("kvhma.tensors and kvhma.torch need torch: pip install 'kvhma[torch]'") from error
+    raise ImportError("kvhma.tensors and kvhma.torch need torch: pip install torch") from error
 
 from kvhma.tensors.geometry import LayerTensors, RankOptions, TensorPart, geometry_from_tensors
 from kvhma.tensors.permuting import permute
