@@ -23,7 +23,7 @@ WORKFLOWS = sorted((ROOT / ".github/workflows").iterdir())
 release = program("tools/release.py")
 WHEELS = release.WHEELS
 FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
-PAGES = ["CONTRIBUTING.md", "SECURITY.md"]
+PAGES = ["CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md"]
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#([^)]*))?\)")
 
 
@@ -75,6 +75,8 @@ def test_actions_are_pinned(path):
 def test_a_release_needs_every_test_and_no_token():
     jobs = read(RELEASE)["jobs"]
     publish = jobs.pop("publish")
+    assert publish["if"] == "github.event_name == 'push'"
+    assert set(read(RELEASE)[True]) == {"push", "pull_request", "workflow_dispatch"}
     assert {"build", *publish["needs"]} == set(jobs)
     assert publish["environment"] == "pypi"
     assert publish["permissions"] == {"contents": "read", "id-token": "write", "attestations": "write"}
@@ -103,6 +105,18 @@ def test_dependencies_are_checked_also_if_nothing_changes():
     assert {"push", "pull_request", "schedule"} == set(when)
 
 
+def test_a_dry_run_checks_what_a_release_checks(capsys):
+    """All but the signatures and the upload, which need the trust of the package index."""
+    jobs = read(RELEASE)["jobs"]
+    dry, wet = (steps(jobs[name]) for name in ("check", "publish"))
+    assert [line for line in dry if "twine check" in line] == [line for line in wet if "twine check" in line] != []
+    assert sum("tools/release.py" in line for line in dry) == sum("tools/release.py" in line for line in wet) == 1
+    release.main()
+    assert capsys.readouterr().out == f"v{release.version()}\n"
+    for path in read(RELEASE)[True]["pull_request"]["paths"]:
+        assert list(ROOT.glob(path)), path
+
+
 def test_a_release_tests_what_it_builds():
     jobs = read(RELEASE)["jobs"]
     built, tested = (jobs[name]["strategy"]["matrix"] for name in ("build", "test"))
@@ -110,6 +124,31 @@ def test_a_release_tests_what_it_builds():
     assert set(tested["python"]) == {*read(WORKFLOW)["jobs"]["test"]["strategy"]["matrix"]["python"], "3.14t"}
     assert set(built["python"]) <= set(tested["python"])
     assert len(WHEELS) == len(built["runner"]) * len(built["python"])
+
+
+def test_every_pinned_kind_is_renewed():
+    updates = {row["package-ecosystem"]: row for row in read(ROOT / ".github/dependabot.yml")["updates"]}
+    assert set(updates) == {"github-actions", "cargo", "pip"}
+    for folder in updates["cargo"]["directories"]:
+        assert (ROOT / folder.lstrip("/") / "Cargo.toml").is_file()
+    assert {row["dependency-name"] for row in updates["pip"]["ignore"]} == {"vllm", "nixl"}, "versions.py has these"
+
+
+def test_every_path_has_an_owner():
+    lines = [line.split() for line in (ROOT / ".github/CODEOWNERS").read_text().splitlines() if line[:1] not in "#"]
+    assert lines[0][0] == "*"
+    for path, *owners in lines:
+        assert path == "*" or (ROOT / path.strip("/")).exists(), path
+        assert owners
+        assert all(re.fullmatch(r"@[\w-]+/[\w-]+", owner) for owner in owners)
+
+
+def test_the_citation_is_of_this_version():
+    cited = read(ROOT / "CITATION.cff")
+    assert cited["version"] == release.version()
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'Repository = "{cited["repository-code"]}"' in project
+    assert f'license = "{cited["license"]}"' in project
 
 
 COMPLETE = [f"kvhma-0.1.0-{name}.whl" for name in WHEELS] + ["kvhma-0.1.0.tar.gz"]
