@@ -252,10 +252,11 @@ rolling: dev ## engines of every two versions of vLLM hand over to each other (s
 e2e-environment: $(E2E)/.ready
 
 .PHONY: audit
-audit: build $(E2E)/.ready ## what vLLM's connectors ask of NIXL and Mooncake, judged: docs/audit-results*.md (ROW=name for some of it; VLLM=0.33.0)
+audit: build $(E2E)/.ready ## what vLLM's connectors ask of NIXL and Mooncake, judged: benches/audit and docs/audit-results.md (ROW=name for some of it; VLLM=0.33.0)
 	mkdir -p $(REPORTS)/audit
 	PYTHONPATH=python:tests:tools $(E2E)/bin/python -m audit --trace $(REPORTS)/audit $(if $(ROW),--only $(ROW),\
-		--results $(if $(filter $(DEFAULT_VLLM),$(VLLM)),docs/audit-results.md,$(REPORTS)/audit.md))
+		--results $(if $(filter $(DEFAULT_VLLM),$(VLLM)),benches/audit/results.md,$(REPORTS)/audit.md))
+	$(if $(ROW),,PYTHONPATH=tools $(E2E)/bin/python -m audit.summary)
 
 # A run of its own, not a test: it takes as long as it is told to and says what it found in .reports/soak.
 .PHONY: soak
@@ -339,7 +340,7 @@ counts: build ## descriptors and bytes of every model, in benches/COUNTS.md
 	$(BIN)/python benches/counts.py > benches/COUNTS.md
 
 .PHONY: differences
-differences: build ## what P and D of every built-in model may differ in, in the table of README.md
+differences: build ## what P and D of every built-in model may differ in, in the table of docs/vllm-pairs.md
 	PYTHONPATH=python $(BIN)/python tools/differences.py
 
 # Plain cargo: these are the flags by which libFuzzer sees what is covered, all of them known to stable Rust. With a

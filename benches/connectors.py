@@ -405,7 +405,7 @@ HEAD = """\
 # Results in real engines, against vLLM's own connector
 
 Made by `benches/connectors.py` (`make bench-e2e`). The machine is shared and noisy: ratios, not times, count.
-[What the columns are, and what could favour a side](../docs/benchmarks.md#whole-engines).
+[What the columns are, and what could favour a side](../docs/benchmarks-engines.md#whole-engines).
 
 {machine}"""
 

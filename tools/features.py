@@ -408,7 +408,7 @@ ENGINES = (
         "offloading beside it (`MultiConnector`)",
         engine=("e2e/test_topologies.py::test_beside_an_offloading_connector",),
         upstream="yes",
-        note="[what D needs for it](vllm.md#ds-prefix-cache)",
+        note="[what D needs for it](how-it-works.md#ds-prefix-cache)",
     ),
     Feature(
         "secrets between engines",
@@ -436,7 +436,7 @@ ENGINES = (
         "GPU",
         imitation=("connector/test_on_device.py::test_a_load_comes_after_the_steps_before_it_and_not_after_its_own",),
         upstream="yes",
-        note="[what is unproven](vllm.md#on-a-gpu): `make gpu`",
+        note="[what is unproven](vllm-devices.md#on-a-gpu): `make gpu`",
     ),
     Feature("CUDA graphs", upstream="yes", note="as GPU"),
 )

@@ -18,7 +18,7 @@ import tomllib
 
 ROOT = Path(__file__).parents[1]
 HOSTS = ("torch", "vllm")
-"""Packages whose version the operator chooses before kvhma is installed. docs/security.md names their holes."""
+"""Packages whose version the operator chooses before kvhma is installed. docs/supply-chain.md names their holes."""
 FLOOR = re.compile(r"([a-z][\w-]*)>=(\d+(?:\.\d+){0,2})(?:,|$)")
 
 

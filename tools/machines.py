@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state machines of the connector, as tables of docs/one-request.md.
+"""The state machines of the connector, as tables of docs/state-machines.md.
 
     python tools/machines.py    # writes the tables of the page anew
 
@@ -21,7 +21,7 @@ from kvhma.vllm.loads import load_machine
 from kvhma.vllm.reads import read_machine
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "one-request.md"
+PAGE = ROOT / "docs" / "state-machines.md"
 
 Table = Mapping[tuple[Any, Any], tuple[Any, Sequence[Any]]]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of the connector's settings in docs/vllm.md, made of the rows of kvhma.vllm.config.settings.
+"""The tables of the connector's settings in docs/vllm-settings.md, made of the rows of kvhma.vllm.config.settings.
 
 python tools/settings.py    # writes the tables of the page anew
 """
@@ -13,7 +13,7 @@ from marks import Marks
 
 from kvhma.vllm.config.settings import deprecated_rows, rows
 
-PAGE = Path(__file__).parents[1] / "docs" / "vllm.md"
+PAGE = Path(__file__).parents[1] / "docs" / "vllm-settings.md"
 DEPRECATED = (
     "**Deprecated.** These settings have effect in this release, and the engine warns when it starts. The next\n"
     "release ignores them:"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A listener stores at most what docs/security.md says, also in a flood of every kind; and a flood reaches that."""
+"""A listener stores at most what docs/security-bounds.md says, in a flood of every kind; and a flood reaches that."""
 
 import contextlib
 import ctypes
@@ -43,7 +43,7 @@ from support.waiting import HANG_SECONDS, until
 SMALL = Limits(connections=256, handshakes=32, questions=4 * MIB, answers=16 * MIB, reply=4 * MIB, tickets=512)
 """Bounds that a test reaches in a second."""
 
-PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+PAGE = Path(__file__).parents[2] / "docs" / "security-bounds.md"
 NEAR = 0.6
 """Share of the model that a flood must reach."""
 

@@ -191,7 +191,7 @@ def test_engines_to_connect_to_are_always_allowed():
 def test_the_page_has_a_row_for_each_setting() -> None:
     """If not, run `python tools/settings.py`."""
     settings = program("tools/settings.py")
-    page = (Path(__file__).parents[2] / "docs/vllm.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/vllm-settings.md").read_text(encoding="utf-8")
     assert settings.filled(page) == page
     with pytest.raises(ValueError, match="no line"):
         settings.filled(page.replace(settings.MARKS.end, ""))

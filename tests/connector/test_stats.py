@@ -19,7 +19,7 @@ from kvhma.vllm.telemetry import stats
 from kvhma.vllm.telemetry.stats import METRICS, OLD_NAMES, PromMetrics, StatsCollector, TransferStats
 from support.cache.engine import vllm_config_of
 
-DOCS = Path(__file__).parents[2] / "docs" / "vllm.md"
+DOCS = Path(__file__).parents[2] / "docs" / "vllm-metrics.md"
 
 
 class Clock:

@@ -47,7 +47,7 @@ STEPS = (
     Step(
         "what is there",
         transfers.facts,
-        (Claim("docs/vllm.md", "which transports a read of device memory takes here", is_asserted=False),),
+        (Claim("docs/vllm-devices.md", "which transports a read of device memory takes here", is_asserted=False),),
     ),
     Step(
         "1 to 10,000 rows in one process",
@@ -58,8 +58,11 @@ STEPS = (
         "two processes",
         transfers.two_processes,
         (
-            Claim("docs/vllm.md", "device memory of another process can be read, by a thread that chose the device"),
-            Claim("docs/vllm.md", "such a thread has the transports between devices", is_asserted=False),
+            Claim(
+                "docs/vllm-devices.md",
+                "device memory of another process can be read, by a thread that chose the device",
+            ),
+            Claim("docs/vllm-devices.md", "such a thread has the transports between devices", is_asserted=False),
             Claim("docs/nixl.md", "a connection that is warmed up has a quick first read", is_asserted=False),
         ),
     ),
@@ -67,22 +70,22 @@ STEPS = (
         "zeroing beside steps",
         order.zeroing,
         (
-            Claim("docs/vllm.md", "a load waits for the steps before it; nothing overtakes"),
-            Claim("docs/vllm.md", "it waits for no step after", is_asserted=False),
+            Claim("docs/vllm-devices.md", "a load waits for the steps before it; nothing overtakes"),
+            Claim("docs/vllm-devices.md", "it waits for no step after", is_asserted=False),
         ),
     ),
     Step(
         "graph capture beside threads",
         order.capturing,
         (
-            Claim("docs/vllm.md", "what the threads do before graphs are captured ends no capture"),
-            Claim("docs/vllm.md", "what they do afterwards may end one", is_asserted=False),
+            Claim("docs/vllm-devices.md", "what the threads do before graphs are captured ends no capture"),
+            Claim("docs/vllm-devices.md", "what they do afterwards may end one", is_asserted=False),
         ),
     ),
     Step(
         "the byte oracle",
         transfers.byte_oracle,
-        (Claim("docs/vllm.md", "plans are right in device memory, byte by byte"),),
+        (Claim("docs/vllm-devices.md", "plans are right in device memory, byte by byte"),),
     ),
     Step(
         "cost of a post",
@@ -96,8 +99,8 @@ STEPS = (
         "through the host",
         order.staging,
         (
-            Claim("docs/vllm.md", "blocks that go through host memory are right"),
-            Claim("docs/vllm.md", "how quickly it does", is_asserted=False),
+            Claim("docs/vllm-devices.md", "blocks that go through host memory are right"),
+            Claim("docs/vllm-devices.md", "how quickly it does", is_asserted=False),
         ),
     ),
     Step("many loads", order.many_loads, (Claim("docs/operations.md", "nothing grows with the number of loads"),)),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a listener may store: the model of docs/security.md, and a listener in a separate process to measure it.
+"""What a listener may store: the model of docs/security-bounds.md, and a listener in a separate process to measure it.
 
 The model has a number of bytes for each place in which the listener stores something for peers, measured with CPython
 3.11 and OpenSSL 3.0, with room above. The numbers of places are the bounds of the code.
@@ -110,7 +110,7 @@ class Limits:
 
 
 def page_rows() -> list[str]:
-    """Return the rows of the table in docs/security.md."""
+    """Return the rows of the table in docs/security-bounds.md."""
     limits = Limits()
     plain = {place.what: place.bytes for place in limits.places(secret=False)}
     rows = []

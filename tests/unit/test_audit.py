@@ -29,6 +29,7 @@ from kvhma.oracle.traces import Step, Trace
 from support.cli_run import cli, refused
 from support.generate import generate
 from support.pairs import HERE, THERE
+from support.programs import program
 from support.recipe import draw
 from support.save import as_case
 from support.traced import RUNS, SSM, rows_of, small, steps_of, traced
@@ -303,10 +304,21 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_the_example_of_the_documentation() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "audit.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "trace-format.md").read_text(encoding="utf-8")
     example = text.split("```text\n")[1].split("```")[0]
     ((_, found),) = audit(Trace.from_lines(example.splitlines()))
     assert (found.outcome, found.descriptors, found.bytes) == ("right", 1, 6)
+
+
+def test_the_page_of_results_counts_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If not, run `PYTHONPATH=tools python -m audit.summary`."""
+    root = Path(__file__).parents[2]
+    monkeypatch.syspath_prepend(root / "tools")
+    page = (root / "docs/audit-results.md").read_text(encoding="utf-8")
+    summary = program("tools/audit/summary.py")
+    assert summary.filled(page) == page
+    assert "| NixlConnector of vLLM 0.32.0 | D reads | 546 | 216 | 99 | 231 |" in page
+    assert len(page.split()) < 300, "one screen"
 
 
 def test_the_schema() -> None:

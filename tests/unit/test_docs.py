@@ -33,6 +33,9 @@ NOT_RUN = {"chmod", "curl", "eval", "hf", "make", "openssl", "pip", "vllm"}
 EXAMPLE = re.compile(r"^(?:[A-Z_]+=\S* )*(?:python )?((?:examples|tools)/[\w./-]+)")
 
 PROXY = "python -m kvhma.proxy "
+REFERENCE = ["cli", "compatibility", "conformance", "descriptors", "formats", "geometry", "state-machines"]
+REFERENCE += ["vllm-settings"]
+"""Pages in which a reader looks things up. Every other page has 1,500 words at most."""
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+")
@@ -110,7 +113,7 @@ def folder(tmp_path):
     (tmp_path / "Nemotron-3-Nano").mkdir()
     (tmp_path / "Nemotron-3-Nano" / "config.json").write_text(json.dumps(NEMOTRON_3_NANO))
     (tmp_path / "case.json").write_text(form("docs/cases.md"))
-    (tmp_path / "trace.jsonl").write_text(next(b.text for b in blocks("docs/audit.md") if b.language == "text"))
+    (tmp_path / "trace.jsonl").write_text(next(b.text for b in blocks("docs/trace-format.md") if b.language == "text"))
     (tmp_path / "assets").mkdir()
     for trace in (ROOT / "docs/assets").glob("*.jsonl"):
         shutil.copy(trace, tmp_path / "assets")
@@ -295,6 +298,22 @@ def test_links_of_the_readme_lead_to_the_repository():
 def test_navigation_has_every_page():
     listed = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert listed == {Path(page).name for page in PAGES} - {"README.md"} | {"index.md"}
+
+
+def test_the_site_has_five_doors():
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2].partition("\n\n")[0]
+    doors = ["Start", "Run it", "See it", "Build on it", "Trust it", "Work on it"]
+    assert re.findall(r"^  - ([^:]+):", nav, re.MULTILINE) == doors
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if Path(page).stem not in REFERENCE])
+def test_a_page_is_read_to_its_end(page):
+    assert len((ROOT / page).read_text(encoding="utf-8").split()) <= 1500
+
+
+def test_reference_is_reference():
+    for name in REFERENCE:
+        assert len((ROOT / f"docs/{name}.md").read_text(encoding="utf-8").split()) > 1500, name
 
 
 def test_import_needs_numpy_only():

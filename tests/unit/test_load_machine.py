@@ -155,7 +155,7 @@ def test_attempts_are_counted_and_forget_the_last_reports() -> None:
 
 def test_the_page_has_the_table() -> None:
     """If this fails, run `python tools/machines.py`."""
-    page = (Path(__file__).parents[2] / "docs/one-request.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/state-machines.md").read_text(encoding="utf-8")
     assert machines.filled(page) == page
     with pytest.raises(ValueError, match="no line"):
         machines.filled(page.replace("end of loads", ""))

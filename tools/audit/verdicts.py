@@ -24,9 +24,9 @@ OUTCOMES = ("right", "wrong", "refused", "no engine")
 HEAD = """\
 # What was audited: {connector} of vLLM {vllm}
 
-For engineers who ask what an audit found. Written by `make audit`; [Audit](audit.md) defines the words, and describes
-how to object. Connector: `{connector}` of vLLM {vllm}, by which {who}. Judged by kvhma {kvhma}. Run a row again by its
-name:
+For engineers who ask what an audit found. Written by `make audit`; [Audit](../../docs/audit.md) defines the words, and
+describes how to object. Connector: `{connector}` of vLLM {vllm}, by which {who}. Judged by kvhma {kvhma}. Run a row
+again by its name:
 
 ```sh
 make audit ROW={example}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the page of the differences between versions of vLLM, from the verdicts of `make audit`.
 
-PYTHONPATH=tools python -m audit.versions .reports > docs/audit-results-versions.md
+PYTHONPATH=tools python -m audit.versions .reports > benches/audit/results-versions.md
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HEAD = """\
 # What was audited: versions of vLLM
 
 For engineers who run another version. Written by `python -m audit.versions` from the verdicts of `make audit VLLM=..`;
-[Audit](audit.md) says how. Each version ran the same rows: {rows} of {connectors}. Rows that are not
+[Audit](../../docs/audit.md) says how. Each version ran the same rows: {rows} of {connectors}. Rows that are not
 named here have the same verdict, and as many descriptors and bytes.
 
 | version | right | wrong | refused |

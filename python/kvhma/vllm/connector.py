@@ -85,7 +85,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
 
     Load it with ``--kv-transfer-config '{"kv_connector": "KvhmaConnector", "kv_role": "kv_producer"}'`` at a prefill
     engine, ``kv_consumer`` at a decode engine. If kvhma is on the path but not installed, add
-    ``"kv_connector_module_path": "kvhma.vllm"``. docs/vllm.md has the settings.
+    ``"kv_connector_module_path": "kvhma.vllm"``. docs/vllm-settings.md has the settings.
     """
 
     _cache_hit_source = CACHE_HIT_SOURCE

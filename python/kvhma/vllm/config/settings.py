@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings in ``kv_connector_extra_config``: a row for each, of which docs/vllm.md's table is made."""
+"""The settings in ``kv_connector_extra_config``: a row for each, of which docs/vllm-settings.md's table is made."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ class Settings:
         "compare",
         _text("compare|trust_prefill", "compare or trust_prefill"),
         '`"trust_prefill"` on both sides: D adopts P\'s multimodal items ([pictures that only P '
-        "sees](#what-a-prompt-is-and-which-model))",
+        "sees](how-it-works.md#what-a-prompt-is-and-which-model))",
         shown='`"compare"`',
     )
     case_folder: str | None = _row(
@@ -292,7 +292,7 @@ class Settings:
         1,
         _number(int, 0, 100),
         "D retries a load once after a transient error, with policy recompute",
-        "#when-something-goes-wrong",
+        "troubleshooting.md#when-something-goes-wrong",
     )
     max_followed_share: float = _deprecated(
         0.5,
@@ -322,7 +322,7 @@ class Settings:
         None,
         _number(int, 0, MAX_PROGRESS_DELAY_US),
         "NIXL's progress thread sleeps 100 ms on a reader with caches in host memory, else 1 ms",
-        "nixl.md#the-progress-thread",
+        "nixl-progress.md#the-progress-thread",
     )
     prewarm: bool | None = _deprecated(
         None,
@@ -340,7 +340,7 @@ class Settings:
         None,
         _FLAG,
         "blocks go through host memory if vLLM's kv_buffer_device is cpu and the caches are on a device",
-        "#on-a-gpu",
+        "vllm-devices.md#on-a-gpu",
     )
     deprecated: tuple[str, ...] = field(default=())
     """Deprecated settings that were given, each with what holds in the next release, for the log."""

@@ -107,7 +107,7 @@ METRICS = {
     ),
 }
 """Every metric by name. A group is named by its index and kind, ``"0 full"``; causes are those of
-:class:`kvhma.vllm.failures.Failure`; docs/vllm.md explains the reasons."""
+:class:`kvhma.vllm.failures.Failure`; docs/troubleshooting.md explains the reasons."""
 
 OLD_NAMES = {
     "abandoned_leases": "forgotten_leases",
