@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The differences that P and D may have: every built-in model between two engines, planned or refused.
 
-    make differences    # writes tests/golden/differences.json and the table of README.md
+    make differences    # writes tests/golden/differences.json and the table of docs/vllm-pairs.md
 
 A pair is tried if both engines can be laid out, which means that vLLM starts them. It is planned if every rank of D has
 a plan, and a request of TOKENS tokens by that plan reads at least the bytes that the rank needs. The byte oracle of the
@@ -31,14 +31,14 @@ from kvhma.oracle.labels import first_needed
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "golden" / "differences.json"
-PAGE = ROOT / "README.md"
+PAGE = ROOT / "docs" / "vllm-pairs.md"
 MARKS = Marks(PAGE.name, "<!-- differences: made by tools/differences.py -->", "<!-- end of differences -->")
 TOKENS = 500
 PLANNED = "planned"
 NOTE = (
     "Counted over the {models} built-in models, between engines that are equal in everything else. Each difference is\n"
     "tried with heads outside and inside of tokens, with the block outermost, and with short and long kernel blocks.\n"
-    "A refused pair has the [code of its error](https://github.com/kvhma/kvhma/blob/main/docs/errors.md)."
+    "A refused pair has the [code of its error](errors.md)."
 )
 
 Options = Mapping[str, Any]

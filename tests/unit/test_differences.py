@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The differences between P and D that README allows are those that a sweep over all built-in models found."""
+"""The differences between P and D that docs/vllm-pairs.md allows are those that a sweep over all built-in models found."""
 
 from collections import Counter
 from itertools import cycle
@@ -28,9 +28,9 @@ def test_the_record_has_every_model_and_difference() -> None:
 
 def test_readme_has_the_table() -> None:
     """If this fails, run `make differences`."""
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/vllm-pairs.md").read_text(encoding="utf-8")
     assert differences.filled(page, RECORD) == page
-    with pytest.raises(ValueError, match=r"README\.md has no line"):
+    with pytest.raises(ValueError, match=r"vllm-pairs\.md has no line"):
         differences.filled(page.replace(differences.MARKS.end, ""), RECORD)
 
 
