@@ -21,7 +21,7 @@ FRAMES = ("--disable-web-security", "--allow-file-access-from-files")  # so that
 SCROLLBAR = 15
 PROBE = """<pre id="answer"></pre><script>
 addEventListener("load", () => {
-  const cut = [], columns = [], heights = [];
+  const cut = [], columns = [], heights = [], drawings = [], code = [];
   let tables = 0;
   for (const frame of document.querySelectorAll("iframe")) {
     const article = frame.contentDocument.querySelector("article").getBoundingClientRect();
@@ -36,7 +36,20 @@ addEventListener("load", () => {
       if (beyond > 1) cut.push([frame.src.split("/").pop(), table.innerText.slice(0, 60), beyond]);
     }
   }
-  document.getElementById("answer").textContent = JSON.stringify({tables, cut, columns, heights});
+
+  for (const frame of document.querySelectorAll("iframe")) {
+    const page = frame.src.split("/").pop(), article = frame.contentDocument.querySelector("article");
+
+    for (const block of article.querySelectorAll("pre > code")) {
+      const found = block.closest(".language-text") ? drawings : code;
+      if (block.scrollWidth - block.clientWidth > 1) found.push([page, block.innerText.slice(0, 60)]);
+    }
+
+    for (const picture of article.querySelectorAll("img"))
+      if (picture.getBoundingClientRect().right - article.getBoundingClientRect().right > 1) code.push([page, picture.src]);
+  }
+
+  document.getElementById("answer").textContent = JSON.stringify({tables, cut, columns, heights, drawings, code});
 });
 </script>"""
 
@@ -69,6 +82,15 @@ def test_no_table_is_cut_off(site: Path, tmp_path: Path, width: int) -> None:
         assert COLUMN - SCROLLBAR <= sorted(found["columns"])[len(pages) // 2] <= COLUMN
     assert found["tables"] > 250
     assert found["cut"] == []
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_command_and_no_picture_is_cut_off(site: Path, tmp_path: Path, width: int) -> None:
+    """On a laptop and on a telephone. Drawings of letters need a laptop: on a telephone they scroll."""
+    found = look(sorted(site.rglob("*.html")), width, tmp_path)
+    assert found["code"] == []
+    assert width == 390 or found["drawings"] == []
 
 
 @needs_browser
