@@ -34,7 +34,7 @@ EXAMPLE = re.compile(r"^(?:[A-Z_]+=\S* )*(?:python )?((?:examples|tools)/[\w./-]
 
 PROXY = "python -m kvhma.proxy "
 REFERENCE = ["cli", "compatibility", "conformance", "descriptors", "formats", "geometry", "state-machines"]
-REFERENCE += ["vllm-settings"]
+REFERENCE += ["changes-0.1.0", "vllm-settings"]
 """Pages in which a reader looks things up. Every other page has 1,500 words at most."""
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -296,7 +296,7 @@ def test_links_of_the_readme_lead_to_the_repository():
 
 
 def test_navigation_has_every_page():
-    listed = set(re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    listed = set(re.findall(r": ([\w.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert listed == {Path(page).name for page in PAGES} - {"README.md"} | {"index.md"}
 
 
