@@ -316,6 +316,13 @@ def test_reference_is_reference():
         assert len((ROOT / f"docs/{name}.md").read_text(encoding="utf-8").split()) > 1500, name
 
 
+@pytest.mark.parametrize("module", ["kvhma.tensors", "kvhma.torch"])
+def test_a_missing_torch_is_named_with_a_command(module):
+    code = f"import sys; sys.modules['torch'] = None; import {module}"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stderr.endswith("ImportError: kvhma.tensors and kvhma.torch need torch: pip install torch\n")
+
+
 def test_import_needs_numpy_only():
     heavy = {"torch", "nixl", "vllm", "click", "rich"}
     code = f"import sys, kvhma; print(sorted({{n.split('.')[0] for n in sys.modules}} & {heavy}))"

@@ -7,6 +7,7 @@ describes caches that an engine has allocated itself. docs/torch.md has both wit
 
 from __future__ import annotations
 
+import kvhma.tensors as _tensors  # noqa: F401 - first, because its error names what to install
 from kvhma.models.vllm_layout import AllocatorOptions
 from kvhma.torch.cache import Buffer, Cache, allocate
 from kvhma.torch.models import model_specs
