@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 AT_THE_ROOT = {"index.md": "README.md"} | {name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")}
+BOOSTS = {"troubleshooting.md": 3, "vllm-settings.md": 2, "changes-0.1.0.md": 0.2}
+"""How much a page counts in the search. What operators look for comes first."""
 _OF_ROOT = re.compile(r"(\]\(|src=\")docs/")
 # The README is also read on a package index, so its links are absolute.
 _ABSOLUTE = re.compile(r"\]\(https://(?:github|raw\.githubusercontent)\.com/kvhma/kvhma/(?:blob/)?main/")
@@ -47,6 +49,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Turn links between files into links between pages, and give the widest table the whole window."""
     if page.file.src_uri == "compatibility.md":
         page.meta["hide"] = ["navigation", "toc"]
+    page.meta["search"] = {"boost": BOOSTS.get(page.file.src_uri, 1)}
     if page.file.src_uri in AT_THE_ROOT:
         return _OF_ROOT.sub(r"\1", _ABSOLUTE.sub("](", markdown))
     return _ABOVE_DOCS.sub("](", markdown)
