@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The differences between P and D that docs/vllm-pairs.md allows are those that a sweep over all built-in models found."""
+"""docs/vllm-pairs.md allows those differences between P and D that a sweep over all built-in models found."""
 
 from collections import Counter
 from itertools import cycle

@@ -83,7 +83,7 @@ def secret_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def peer_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out all findings about this machine."""
-    monkeypatch.setattr(doctor, "look", lambda: iter(()))
+    monkeypatch.setattr(doctor, "look", lambda _: iter(()))
 
 
 def rows(done: Done) -> dict[str, tuple[str, str]]:

@@ -46,7 +46,8 @@ addEventListener("load", () => {
     }
 
     for (const picture of article.querySelectorAll("img"))
-      if (picture.getBoundingClientRect().right - article.getBoundingClientRect().right > 1) code.push([page, picture.src]);
+      if (picture.getBoundingClientRect().right - article.getBoundingClientRect().right > 1)
+        code.push([page, picture.src]);
   }
 
   document.getElementById("answer").textContent = JSON.stringify({tables, cut, columns, heights, drawings, code});

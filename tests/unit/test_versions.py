@@ -86,7 +86,7 @@ def test_errors_name_packages_that_exist(monkeypatch):
 
 def test_nothing_is_installed_from_an_index_that_lacks_it():
     """Until a release is on a package index, every text names a checkout."""
-    folders = ("python/kvhma", "docs", "tools", ".github", "tests")
+    folders = ("python/kvhma", "docs", "examples", "tools", ".github", "tests")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in TEXTS]
     wrong = []
     for file in [*files, *ROOT.glob("*.md"), ROOT / "Makefile"]:
