@@ -276,6 +276,29 @@ def test_only_the_listener_does_not_accept_the_others_secret():
                 asks(found.at, asking)
 
 
+@pytest.mark.parametrize("version", [0, 1, 2, 3, 4])
+def test_an_answer_may_begin_as_an_alert_of_tls_does(version):
+    """The first bytes of a frame are its length. 789 bytes are 15 03 00 00, and an alert of TLS 1.2 is 15 03 03 00."""
+    length = 0x0315 + (version << 16)
+
+    def identity(size):
+        return SignedWorkerIdentity(bytes(size), bytes(32), bytes(64))
+
+    overhead = len(frame(identity(length))) - length - struct.calcsize("<I")
+    answer = identity(length - overhead)
+    assert frame(answer).startswith(bytes([0x15, 3, version]))
+
+    def serve(raw):
+        raw.recv(1000)
+        for byte in frame(answer)[:10]:
+            raw.sendall(bytes([byte]))
+            time.sleep(0.01)
+        raw.sendall(frame(answer)[10:])
+
+    with hostile(serve) as address, Client(address, 10 * HANG_SECONDS, Secrets()) as client:
+        assert client.ask(AskWorkerIdentity(0, 0, bytes(16)), SignedWorkerIdentity) == answer
+
+
 def test_a_refusal_is_read_where_the_question_cannot_be_sent_any_more(monkeypatch):
     # The alert of TLS, and the reset behind it, come after the client has looked whether it may ask.
     ended = threading.Event()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
 import select
 import socket
 import ssl
@@ -45,7 +46,9 @@ _FOLLOW_SECONDS = 2.0
 """
 
 _UNDER_WAY = (errno.EINPROGRESS, errno.EALREADY, errno.EWOULDBLOCK)
-_TLS_ALERT = b"\x15\x03"
+_TLS_ALERT = re.compile(rb"\x15\x03[\x00-\x04]\x00\x02")
+"""An alert of TLS: its type, a version, and two bytes of content. The first four bytes of a frame may be the same, but
+its fifth begins a map of MessagePack, which is 0x80 or more."""
 
 _MAX_BYTES: dict[type[Question], int] = {AskWorkerIdentity: MAX_IDENTITY_BYTES, Follow: MAX_PROGRESS_BYTES}
 """The limits for answers that may be longer than the others."""
@@ -245,7 +248,7 @@ class Client:
 
     def _check_received(self) -> None:
         """Refuse bytes that do not begin an answer, before more are stored."""
-        if self.context is None and self._received.startswith(_TLS_ALERT):
+        if self.context is None and _TLS_ALERT.match(self._received):
             raise HandshakeError(
                 f"{self._address} has a secret and this engine has none: set secret_file or KVHMA_SECRET here too"
             )
