@@ -92,7 +92,8 @@ class Drawing:
     def paragraph(self, x: float, y: float, text: str, style: str = "") -> float:
         """Write a text in lines that fit on the page, and return the base line after it."""
         size = next((SIZES[word] for word in style.split() if word in SIZES), SIZES[""])
-        for line in textwrap.wrap(printable(text), int((self.width - 2 * x) / (_LETTER * size))):
+        letter = _LETTER * size * (1.1 if "big" in style.split() else 1)  # it is bold
+        for line in textwrap.wrap(printable(text), int((self.width - 2 * x) / letter)):
             self.text(x, y, line, style)
             y += round(1.35 * size)
         return y
