@@ -6,22 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from kvhma.cli.svg import COLUMN, Drawing
 from soak.samples import Sample
 from soak.schedule import ALL, Event
 
-WIDTH, PANEL, LEFT, TOP, GAP = 1100, 190, 60, 30, 34
-COLORS = {"front": "#888888", "core": "#1f77b4", "worker": "#d62728", "other": "#2ca02c", "proxy": "#17becf"}
-MARKS = {
-    "kill": "#d62728",
-    "kill worker": "#d62728",
-    "stop": "#ff7f0e",
-    "stop one": "#ff7f0e",
-    "partition": "#9467bd",
-    "rotate": "#bcbd22",
-    "full disk": "#8c564b",
-    "full shm": "#e377c2",
-}
-OTHER = "#7f7f7f"
+PANEL, LEFT, RIGHT, GAP = 110, 52, 12, 44
+PROCESSES = ("front", "core", "worker", "other", "proxy")
+EVENTS = ("kill", "kill worker", "stop", "stop one", "partition", "rotate", "full disk", "full shm")
+TICKS = 4
 
 
 def plot(
@@ -32,50 +24,55 @@ def plot(
 ) -> str:
     """The picture as text, with a vertical line and a word at each of the `marks`."""
     lines = [samples for samples in processes if len(samples) > 1]
-    slots = sorted({samples[0].slot for samples in lines})
+    events, marks = list(events), list(marks)
     most = max((one.rss for samples in lines for one in samples), default=1)
-    height = TOP + len(slots) * (PANEL + GAP)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-family="sans-serif" '
-        f'font-size="11"><rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{LEFT}" y="14">resident memory (MiB) over seconds; '
-        + "; ".join(f'<tspan fill="{color}">{name}</tspan>' for name, color in (COLORS | MARKS).items())
-        + "</text>",
-    ]
+    title = "Resident memory of each process, MiB over seconds"
+    page = Drawing(COLUMN, title, "A line for each process and life, a band for each fault.")
+    page.text(12, 24, title, "head")
+    legend(page, 42, "lines: ", [(name, f"c{color}") for color, name in enumerate(PROCESSES)])
+    legend(page, 60, "bands: ", [(name, f"c{color} held") for color, name in enumerate(EVENTS)])
 
     def x(at: float) -> float:
-        return LEFT + (WIDTH - LEFT - 10) * at / max(seconds, 1)
+        return LEFT + (COLUMN - LEFT - RIGHT) * at / max(seconds, 1)
 
-    events, marks = list(events), list(marks)
-    for row, slot in enumerate(slots):
-        top = TOP + row * (PANEL + GAP)
+    top = 92.0
+    for slot in sorted({samples[0].slot for samples in lines}):
 
         def y(rss: float, top: float = top) -> float:
             return top + PANEL * (1 - rss / (1.05 * most))
 
-        parts.append(f'<rect x="{LEFT}" y="{top}" width="{WIDTH - LEFT - 10}" height="{PANEL}" fill="#f7f7f7"/>')
-        parts.append(f'<text x="4" y="{top + 12}" font-weight="bold">{slot}</text>')
-        for step in range(5):
-            value = most * step / 4
-            parts.append(f'<text x="{LEFT - 6}" y="{y(value):.0f}" text-anchor="end">{value / 1024:.0f}</text>')
-            parts.append(
-                f'<text x="{x(seconds * step / 4):.0f}" y="{top + PANEL + 12}">{seconds * step / 4:.0f}</text>'
-            )
+        page.text(12, top - 6, slot)
+        page.rect(LEFT, top, COLUMN - LEFT - RIGHT, PANEL, "frame")
+        for step in range(TICKS + 1):
+            page.text(LEFT - 6, y(most * step / TICKS) + 4, f"{most * step / TICKS / 1024:,.0f}", "end small soft")
+            anchor = "" if step == 0 else "end" if step == TICKS else "mid"
+            at = seconds * step / TICKS
+            page.text(x(at), top + PANEL + 14, f"{at:,.0f}", f"{anchor} small soft".strip())
         for event in events:
             if event.target in (slot, ALL):
-                width = max(1.0, x(event.at + event.seconds) - x(event.at))
-                parts.append(
-                    f'<rect x="{x(event.at):.1f}" y="{top}" width="{width:.1f}" height="{PANEL}" '
-                    f'fill="{MARKS.get(event.kind, OTHER)}" opacity="0.25"><title>{event.kind}</title></rect>'
-                )
+                color = EVENTS.index(event.kind) if event.kind in EVENTS else len(EVENTS) - 1
+                width = x(event.at + event.seconds) - x(event.at)
+                page.rect(x(event.at), top, width, PANEL, f"c{color} held", f"{event.kind}, {event.at:,.0f} s")
         for at, word in marks:
-            parts.append(
-                f'<path d="M{x(at):.1f} {top}v{PANEL}" stroke="black" stroke-dasharray="3"/>'
-                f'<text x="{x(at) + 3:.1f}" y="{top + PANEL - 4}">{word}</text>'
-            )
+            page.line([(x(at), top), (x(at), top + PANEL)], "grid")
+            page.text(x(at) + 4, top - 6, word, "small soft")
         for samples in lines:
             if samples[0].slot == slot:
-                points = " ".join(f"{x(one.seconds):.1f},{y(one.rss):.1f}" for one in samples)
-                color = COLORS[samples[0].process]
-                parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.3"/>')
-    return "\n".join([*parts, "</svg>\n"])
+                drawn = [samples[0]]
+                for one in samples[1:]:
+                    if x(one.seconds) - x(drawn[-1].seconds) >= 2:  # pixels
+                        drawn.append(one)
+                points = [(x(one.seconds), y(one.rss)) for one in drawn]
+                page.line(points, f"s{PROCESSES.index(samples[0].process)}")
+        top += PANEL + GAP
+    return page.svg(top)
+
+
+def legend(page: Drawing, y: float, title: str, entries: Sequence[tuple[str, str]]) -> None:
+    """Write names, each behind a box of its color."""
+    page.text(12, y, title, "small")
+    left = 52.0
+    for name, style in entries:
+        page.rect(left, y - 9, 10, 10, style, name)
+        page.text(left + 14, y, name, "small")
+        left += 26 + 6.2 * len(name)

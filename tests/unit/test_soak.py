@@ -384,7 +384,7 @@ def test_the_picture() -> None:
     samples = [Sample(at, "p1", 1, "worker", 9, 1000 + at, 900, 90, 10, 5, 3) for at in range(3)]
     svg = plot([samples], schedule("1", 60, ["p1"]), 60, [(20, "gemma3")])
     assert svg.startswith("<svg")
-    assert svg.count("<polyline") == 1
+    assert svg.count('class="s2"') == 1
     assert ">gemma3</text>" in svg
     assert svg.rstrip().endswith("</svg>")
 
