@@ -40,7 +40,7 @@ REFERENCE += ["changes-0.1.0", "vllm-settings"]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+")
 CONFIG = re.compile(r"\{\"kv_connector\":[^{}]*\}")
-LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\]\(([^)#\s]*)(#[^)]*)?\)")
 
 
 @dataclass
@@ -271,10 +271,22 @@ def test_an_engine_gets_one_role(page):
     assert roles <= {"kv_producer", "kv_consumer", None}
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page: of its headings, as the site makes them, and its own."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text), re.MULTILINE)
+    slugs = {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title, flags=re.ASCII).strip().lower()) for title in titles}
+    return slugs | set(re.findall(r'id="([^"]+)"', text))
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
-    for target in LINK.findall((ROOT / page).read_text(encoding="utf-8")):
-        assert re.match(r"https?:", target) or ((ROOT / page).parent / target).exists(), target
+    for target, anchor in LINK.findall((ROOT / page).read_text(encoding="utf-8")):
+        if re.match(r"https?:", target):
+            continue
+        file = (ROOT / page).parent / target if target else ROOT / page
+        assert file.exists(), target
+        assert not anchor or file.suffix != ".md" or anchor[1:] in anchors(file), f"{target}{anchor}"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "README.md"])
@@ -288,7 +300,7 @@ def test_links_of_the_readme_lead_to_the_repository():
     url = re.search(r'^Repository = "https://github.com/(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert url is not None
     start = rf"https://(?:github\.com/{url[1]}/blob|raw\.githubusercontent\.com/{url[1]})/main/"
-    targets = LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    targets = [target for target, _ in LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))]
     assert len(targets) > 15
     for target in targets:
         assert re.match(start, target), target
