@@ -43,7 +43,7 @@ def verify_unit(text, folder, name):
 
 
 KEYS = {
-    "Unit": {"Description", "Wants", "After"},
+    "Unit": {"Description", "Wants", "After", "StartLimitIntervalSec"},
     "Service": {
         *("User", "Group", "DynamicUser", "EnvironmentFile", "Environment", "ExecStart", "Restart"),
         *("RestartSec", "TimeoutStartSec", "TimeoutStopSec", "LimitMEMLOCK", "LimitNOFILE", "NoNewPrivileges"),
