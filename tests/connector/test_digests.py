@@ -18,7 +18,7 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 pytest.importorskip("torch")
 
 from kvhma.digests import ContentDigest, LayerSums, differences
-from kvhma.errors import GeometryError, SettingsError, UnsupportedPairError
+from kvhma.errors import DigestError, GeometryError, SettingsError, UnsupportedPairError
 from kvhma.geometry import Geometry, Group, Region
 from kvhma.nixl import Agent, key_hash
 from kvhma.oracle import fill_source
@@ -30,7 +30,8 @@ from kvhma.vllm.holds import lease_table
 from kvhma.vllm.holds.lease_table import LeaseTable
 from kvhma.vllm.metadata import LoadDigest, LocalWorkerIdentity, WorkerReport
 from kvhma.vllm.peers.worker_context import WorkerContext
-from kvhma.vllm.reads.digests import check_digests
+from kvhma.vllm.reads import read_steps
+from kvhma.vllm.reads.digests import LoadSums, check_digests
 from kvhma.vllm.reads.results import LoadResults
 from kvhma.vllm.scheduler import KvhmaScheduler
 from kvhma.vllm.telemetry.stats import TransferStats
@@ -295,9 +296,21 @@ def test_a_digest_may_be_later_than_one_reply(engines: Any) -> None:
         late.join()
 
 
+def test_a_p_that_does_not_answer_does_not_prolong_the_wait() -> None:
+    """P may answer that it has no digest yet, and then keep the last question open for twice a timeout more."""
+    load = SimpleNamespace(remote=SimpleNamespace(lease_key=LeaseKey("at p", 1)))
+    read = SimpleNamespace(question=(SimpleNamespace(poll=lambda: False), 0), sums=None)
+    assert read_steps._answered(read) is None
+    read.sums = LoadSums(load, 1, lambda: ContentDigest(1, {}), 100.0)
+    assert read_steps._answered(read) is None
+    read.sums = LoadSums(load, 1, lambda: ContentDigest(1, {}), -1.0)
+    with pytest.raises(DigestError, match="does not have it"):
+        read_steps._answered(read)
+
+
 def test_a_digest_that_never_comes_fails_the_load(engines: Any) -> None:
     p = engines(1, content_digests="all")
-    d = engines(1, content_digests="all", handshake_timeout=0.1, load_retries=0)
+    d = engines(1, content_digests="all", handshake_timeout=0.3, load_retries=0)
     assert not loads(d, prefill(p))  # P takes no step
     assert d.failures["r"].cause == "digest"
     assert "has announced a digest of 'at p' and does not have it" in d.failures["r"].text

@@ -112,11 +112,19 @@ class LoadSums:
             self._prefill = digest
         if self._prefill is not None:
             return True
-        if time.monotonic() > self._deadline:
-            name = self._load.remote.lease_key.request_id
-            raise DigestError(f"P has announced a digest of {name!r} and does not have it: see its log")
+        self.check_deadline()
         self._ask_at = time.monotonic() + _ASK_AGAIN_SECONDS
         return False
+
+    def check_deadline(self) -> None:
+        """Give up if P's digest is late, also while P does not answer.
+
+        Raises:
+            DigestError: P has not sent it in time.
+        """
+        if self._prefill is None and time.monotonic() > self._deadline:
+            name = self._load.remote.lease_key.request_id
+            raise DigestError(f"P has announced a digest of {name!r} and does not have it: see its log")
 
     @property
     def is_running(self) -> bool:

@@ -312,6 +312,8 @@ def _checked(read: ActiveRead) -> ReadEvent | None:
 def _answered(read: ActiveRead) -> ReadEvent | None:
     question, index = required(read.question)
     if not question.poll():
+        if read.sums is not None:
+            read.sums.check_deadline()
         return None
     question.check(index)
     if read.sums is None:
