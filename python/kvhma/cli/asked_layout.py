@@ -86,7 +86,7 @@ def ask_layout(
         return AskedModel(_built_in(text, kv_dtype, ssm_dtype))
     path = Path(text)
     if text == STDIN:
-        raw = sys.stdin.buffer.read(MAX_BYTES + 1)
+        raw = b"" if sys.stdin is None else sys.stdin.buffer.read(MAX_BYTES + 1)  # None: it was closed
         file, name, form = path, "stdin", parse_json(raw, text)
         if "kvhma" in form:
             return parse_geometry(raw, text)

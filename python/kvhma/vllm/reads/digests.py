@@ -117,7 +117,7 @@ class LoadSums:
         return False
 
     def check_deadline(self) -> None:
-        """Give up if P's digest is late, also while P does not answer.
+        """Refuse the load if P's digest is late, also while P does not answer.
 
         Raises:
             DigestError: P has not sent it in time.
