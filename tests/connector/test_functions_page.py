@@ -29,7 +29,10 @@ def lines():
     "name", ["gemma-3-27b", "gpt-oss-120b", "NVIDIA-Nemotron-3-Nano-30B-A3B", "Qwen3-Next-80B-A3B"]
 )
 @pytest.mark.parametrize("tokens", [100, 5000])
-def test_the_pages_lines_pair_what_vllm_pairs(name, tokens):
+def test_the_pages_lines_pair_what_vllm_pairs(name, tokens, monkeypatch):
+    # The program sets both for its own process; other tests of this process need them as they were.
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
     against = program("benches/against_vllm.py")
     pair = against.pair_of(name, tokens)
     request = against.request(pair, tokens, "scattered")
