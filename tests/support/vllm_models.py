@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import pickle
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +44,21 @@ def allocate(
         gpu: whether attention is that of a GPU.
         arguments: more of vLLM's ``EngineArgs``.
     """
-    config, specs = layer_specs(form, tp_size, tp_rank, gpu=gpu, **{"max_model_len": 2048, **arguments})
-    return Allocated(config, specs, cache_groups(config, specs, order))
+    with _same_log():
+        config, specs = layer_specs(form, tp_size, tp_rank, gpu=gpu, **{"max_model_len": 2048, **arguments})
+        return Allocated(config, specs, cache_groups(config, specs, order))
+
+
+@contextlib.contextmanager
+def _same_log() -> Iterator[None]:
+    """Keep vLLM's logger as it is: vLLM sets it up for an engine's process, and other tests would see no records."""
+    logger = logging.getLogger("vllm")
+    before = logger.propagate, logger.level, [*logger.handlers]
+    try:
+        yield
+    finally:
+        logger.propagate, logger.level, logger.handlers[:] = before
+        logger.setLevel(logger.level)  # forgets for which levels it is enabled
 
 
 def model_in_fork(form: dict[str, Any]) -> Model | str:
