@@ -28,9 +28,12 @@ for name in ("gemma-3-27b", "gpt-oss-120b", "NVIDIA-Nemotron-3-Nano-30B-A3B", "Q
     for tokens in (100, 5000):
         pair = against.pair_of(name, tokens)
         request = against.request(pair, tokens, "scattered")
+        # The page's lines.
         order = descriptor_order(pair.schedulers[0], pair.worker)
         ours = [order.ids(tables).tolist() for tables in (request.unhashed, request.remote)]
+        # vLLM's functions.
         theirs = [side.tolist() for side in against.vllm_functions(pair, request)()]
+        # Both in pairs.
         assert len(ours[0]) == len(theirs[0]) > 0, name
         assert {*zip(*ours, strict=True)} == {*zip(*theirs, strict=True)}, name
 print("equal")
