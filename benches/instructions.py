@@ -34,19 +34,19 @@ class Shape:
         blocks: blocks that go in.
         out: ids or descriptors that come out.
         instructions: of one call.
-        library: of these, the instructions of the C library.
+        in_c_library: of these, the instructions of the C library.
     """
 
     name: str
     blocks: int
     out: int
     instructions: int
-    library: int
+    in_c_library: int
 
     def cells(self) -> list[str]:
         """Return the cells of the row of the shape."""
         each = (self.instructions / self.blocks, self.instructions / self.out)
-        numbers = (self.blocks, self.out, self.instructions, self.library)
+        numbers = (self.blocks, self.out, self.instructions, self.in_c_library)
         return [self.name, *(f"{number:,}" for number in numbers), *(f"{number:,.2f}" for number in each)]
 
 
@@ -114,7 +114,7 @@ def changes(shapes: Sequence[Shape], recorded: Sequence[Shape], *, same_library:
     """Say which shapes have changed by more than is tolerated, are new, or are gone."""
 
     def counted(some: Sequence[Shape]) -> dict[str, int]:
-        return {shape.name: shape.instructions - (0 if same_library else shape.library) for shape in some}
+        return {shape.name: shape.instructions - (0 if same_library else shape.in_c_library) for shape in some}
 
     now, before = counted(shapes), counted(recorded)
     said = [f"{name}: {'new' if name in now else 'gone'}" for name in now.keys() ^ before.keys()]

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from handoffs.alone import alone
 from handoffs.pairs import ENV, transfer
-from handoffs.tables import EVEN, HIT, OURS, THEIRS, rotated
+from handoffs.tables import EVEN, HIT, OURS, THEIRS, compared, rotated
 from support.engines import Engine, Zygote, make_models
 from support.engines.engine import free_port
 from support.engines.zygote import ENVIRONMENT, engine_python
@@ -203,11 +203,7 @@ class Table:
         ours = [found[measure.key] for found in self.found[OURS]]
         # Above 1 is better for kvhma, for times and for rates.
         ratios = [a / b if measure.more else b / a for a, b in zip(ours, values, strict=True)]
-        if len(ratios) == 1:
-            return f"{shown}, {ratios[0]:.2f}×"
-        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        verdict = "better" if low > 1 else "worse" if high < 1 else "tie"
-        return f"{shown}, {middle:.2f}× ({low:.2f} to {high:.2f}) {verdict}"
+        return f"{shown}, {compared(ratios)}"
 
 
 HEAD = """\

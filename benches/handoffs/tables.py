@@ -46,11 +46,16 @@ class Row:
         if min(*ours, *theirs) <= 0:
             return ("no ratio",)
         ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
-        if len(ratios) == 1:
-            return (f"{ratios[0]:.2f}×",)
-        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        verdict = "better" if low > 1 else "worse" if high < 1 else "tie"
-        return (f"{middle:.2f}× ({low:.2f} to {high:.2f}) {verdict}",)
+        return (compared(ratios),)
+
+
+def compared(ratios: Sequence[float]) -> str:
+    """The median of ratios that are above 1 where kvhma is better, and their quartiles if there are several."""
+    if len(ratios) == 1:
+        return f"{ratios[0]:.2f}×"
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    verdict = "better" if low > 1 else "worse" if high < 1 else "tie"
+    return f"{middle:.2f}× ({low:.2f} to {high:.2f}) {verdict}"
 
 
 def show(value: float, unit: str) -> str:

@@ -49,7 +49,7 @@ def test_counts_of_another_compiler_are_not_compared_and_it_says_so():
 def test_another_c_library_counts_apart():
     """Its own instructions may change, those of the core may not."""
     other = (HERE[0], "glibc 2.39")
-    in_library = [replace(SHAPES[0], instructions=1_100_000, library=200_000), SHAPES[1]]
+    in_library = [replace(SHAPES[0], instructions=1_100_000, in_c_library=200_000), SHAPES[1]]
     right, said = instructions.verdict(in_library, other, RECORD)
     assert right
     assert "recorded with glibc 2.36, here is glibc 2.39" in said
@@ -88,4 +88,4 @@ def test_the_record_has_the_shapes_of_the_program():
     tools, shapes = instructions.read((ROOT / "benches/INSTRUCTIONS.md").read_text(encoding="utf-8"))
     assert tools[0].startswith("rustc ")
     assert len(shapes) >= 10
-    assert all(shape.library < shape.instructions for shape in shapes)
+    assert all(shape.in_c_library < shape.instructions for shape in shapes)
