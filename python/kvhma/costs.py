@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from kvhma._kvhma import Plan, first_entries, first_needed_tokens
 from kvhma.errors import RequestError
-from kvhma.geometry import Geometry, Group
+from kvhma.geometry import Geometry
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, plan
 
 MAX_TOKENS = 1 << 40
@@ -312,10 +312,10 @@ class _Blocks:
         self._index, self._plans, self._refine = index, plans, refine
         local, remote = sides
         group = local[0].groups[index]
-        self.per_entry, self.is_state = group.block_size * group.cp_size, group.kind == "ssm"
+        self.per_entry, self.is_state = group.tokens_per_entry, group.kind == "ssm"
         names = {layer.name for rank in local for layer in rank.layers if layer.group == index}
         partners = sorted({layer.group for rank in remote for layer in rank.layers if layer.name in names})
-        self._partners = [(number, _tokens_per_entry(remote[0].groups[number])) for number in partners]
+        self._partners = [(number, remote[0].groups[number].tokens_per_entry) for number in partners]
         self._period = lcm(_step(local, index), *(_step(remote, number) for number in partners))
         sizes = {self.per_entry, *(size for _, size in self._partners)}
         # Every boundary of a larger block that a smaller block divides is one of the smaller block's.
@@ -387,15 +387,11 @@ def _ranks(field: str, ranks: Geometry | Sequence[Geometry]) -> Sequence[Geometr
     found = [ranks] if isinstance(ranks, Geometry) else ranks
     if not isinstance(found, Sequence) or not found or not all(isinstance(rank, Geometry) for rank in found):
         raise _wrong(field, type(ranks).__name__, "a Geometry or a list of them")
-    tables = [[(group.kind, _tokens_per_entry(group)) for group in rank.groups] for rank in found]
+    tables = [[(group.kind, group.tokens_per_entry) for group in rank.groups] for rank in found]
     for index, groups in enumerate(tables):
         if groups != tables[0]:
             raise _wrong(f"{field}[{index}].groups", groups, f"{tables[0]}, as those of {field}[0]")
     return found
-
-
-def _tokens_per_entry(group: Group) -> int:
-    return group.block_size * group.cp_size
 
 
 def _step(ranks: Sequence[Geometry], index: int) -> int:
@@ -404,7 +400,7 @@ def _step(ranks: Sequence[Geometry], index: int) -> int:
     layers = [(rank, layer) for rank in ranks for layer in rank.layers if layer.group == index]
     is_even = all(rank.kernel_stride(layer) * group.ratio == layer.block_stride for rank, layer in layers)
     is_by_kernel = is_even and group.cp_size == 1 and group.kind not in ("ssm", "opaque")
-    return group.kernel_block_size if is_by_kernel else _tokens_per_entry(group)
+    return group.kernel_block_size if is_by_kernel else group.tokens_per_entry
 
 
 def _hits(field: str, hits: int | Sequence[int], num_tokens: int, groups: int) -> Sequence[int]:

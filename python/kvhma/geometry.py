@@ -89,6 +89,11 @@ class Group:
         return self.cp_interleave or self.block_size
 
     @property
+    def tokens_per_entry(self) -> int:
+        """Tokens of the sequence that an entry of the block table covers."""
+        return self.block_size * self.cp_size
+
+    @property
     def kernel_block_size(self) -> int:
         """Tokens of a kernel block."""
         return self.block_size // self.ratio

@@ -249,7 +249,7 @@ def of_geometries(name: str, engines: Engines, request: RequestOptions) -> HandO
         name=name,
         tokens=request.tokens,
         cached=request.cached,
-        cached_blocks=[0 if g.kind == "ssm" else request.cached // (g.block_size * g.cp_size) for g in local.groups],
+        cached_blocks=[0 if g.kind == "ssm" else request.cached // g.tokens_per_entry for g in local.groups],
         local_tables=local_tables,
         remote_tables=remote_tables,
         full_tables=(local_table, remote_table),

@@ -99,7 +99,7 @@ def notes(hand_off: HandOff, counted: Counted) -> list[str]:
 
 def _note_on_cached(hand_off: HandOff) -> str | None:
     for index, (group, cached) in enumerate(zip(hand_off.decode[0].groups, hand_off.cached_blocks, strict=True)):
-        tokens = cached * group.block_size * group.cp_size
+        tokens = cached * group.tokens_per_entry
         if group.kind != "ssm" and tokens != hand_off.cached:
             return (
                 f"--cached {hand_off.cached:,} is {plural(cached, 'whole block')} of {group.block_size:,} tokens in "

@@ -266,7 +266,7 @@ def filled_spans(geometry: Geometry, spans: Sequence[Span], unfilled: Mapping[in
     """
     filled = []
     for index, (group, span) in enumerate(zip(geometry.groups, spans, strict=True)):
-        first = -(-unfilled.get(index, 0) // (group.block_size * group.cp_size))
+        first = -(-unfilled.get(index, 0) // group.tokens_per_entry)
         skip = max(0, first - span.first) if len(span.ids) else 0
         filled.append(Span(span.first + skip, span.ids[skip:]) if skip else span)
     return filled

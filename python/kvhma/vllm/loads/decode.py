@@ -470,9 +470,8 @@ class DecodeScheduler:
     def wait_for_progress(self) -> None:
         """Wait a little for what pending loads need: progress of a followed prompt, or the digest of a prompt."""
         self._following.wait_for_progress(load.followed for load in self.pending.values())
-        if (
-            load := next(iter(self._loads.comparing.values()), None)
-        ) is not None:  # the thread makes one after the other
+        load = next(iter(self._loads.comparing.values()), None)
+        if load is not None:  # the thread makes one after the other
             self._context.prompts.is_ready(load.request_id, _DIGEST_SECONDS)
 
     def _claim_what_lasts(self) -> None:

@@ -226,7 +226,7 @@ class FollowedLoads:
         if geometry is None or manager is None:
             return True
         followed.blocks = sum(
-            1 + group.speculative if group.kind == "ssm" else -(-tokens // (group.block_size * group.cp_size))
+            1 + group.speculative if group.kind == "ssm" else -(-tokens // group.tokens_per_entry)
             for group in geometry.groups
         )
         share = self._context.settings.max_followed_share * (manager.block_pool.num_gpu_blocks - 1)

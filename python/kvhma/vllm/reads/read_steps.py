@@ -345,5 +345,5 @@ def first_filled_tokens(geometry: Geometry, spans: Sequence[Span], first_tokens:
     return {
         index: token
         for index, (group, span, token) in groups
-        if len(span.ids) and token > span.first * group.block_size * group.cp_size
+        if len(span.ids) and token > span.first * group.tokens_per_entry
     }
