@@ -86,6 +86,19 @@ def test_the_environment_is_completed_before_the_first_import_only(monkeypatch, 
     assert environ.get(name) == expected
 
 
+@pytest.mark.parametrize(("driver", "given", "expected"), [(True, None, "on"), (True, "n", "n"), (False, None, None)])
+def test_reads_by_cuda_ipc_are_on_where_there_is_a_driver(tmp_path, monkeypatch, driver, given, expected):
+    name = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+    environ = {} if given is None else {name: given}
+    monkeypatch.setattr(library_module.os, "environ", environ)
+    monkeypatch.setattr(library_module, "_CUDA_DRIVER", tmp_path if driver else tmp_path / "absent")
+    api = sys.modules["nixl._api"]
+    monkeypatch.delitem(sys.modules, "nixl")
+    monkeypatch.setattr(library_module.importlib, "import_module", {"nixl._api": api}.__getitem__)
+    import_nixl()
+    assert environ.get(name) == expected
+
+
 def test_the_package_of_rocm(monkeypatch):
     imported = []
     api = sys.modules["nixl._api"]

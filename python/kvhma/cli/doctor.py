@@ -178,7 +178,7 @@ def _copying() -> Row:
 
 
 def _gpu_links() -> Row:
-    """Find GPUs of this machine without NVLink between them: reads between them may take TCP."""
+    """Find GPUs of this machine without NVLink between them: reads between them are slower, and may take TCP."""
     name = "GPU links"
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -194,7 +194,7 @@ def _gpu_links() -> Row:
     if not slow:
         return Row(name, "ok", f"NVLink between all of {len({gpu for pair in links for gpu in pair})} GPUs")
     fix = "UCX_PROTO_INFO=y shows what a read takes; P and D on GPUs with NVLink, or an RDMA device between them"
-    return Row(name, "note", f"no NVLink: {', '.join(slow)}; without RDMA UCX may read over TCP there", fix)
+    return Row(name, "note", f"no NVLink: {', '.join(slow)}; without CUDA IPC or RDMA UCX reads over TCP there", fix)
 
 
 def gpu_links(matrix: str) -> dict[tuple[str, str], str]:

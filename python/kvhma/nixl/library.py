@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -38,6 +39,12 @@ PACKAGES = ("nixl", "nixl_rocm")
 
 _ENVIRONMENT = {"UCX_RCACHE_MAX_UNRELEASED": "1024"}
 """UCX's environment, unless it is already set. vLLM's connector sets it too, against a leak in UCX."""
+
+_CUDA_ENVIRONMENT = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
+"""The same, with a driver for CUDA. Without NVLink, UCX would read device memory of another process over TCP
+(docs/nics.md). Elsewhere UCX warns of a variable that no transport uses."""
+
+_CUDA_DRIVER = Path("/proc/driver/nvidia/version")
 
 _THREADS_OPTION = {
     "UCX": "num_threads",
@@ -168,7 +175,7 @@ def import_nixl(package: str | None = None) -> Any:
         ImportError: no package is installed, or it cannot be imported.
     """
     if not any(name in sys.modules for name in PACKAGES):
-        for name, value in _ENVIRONMENT.items():
+        for name, value in (_ENVIRONMENT | (_CUDA_ENVIRONMENT if _CUDA_DRIVER.exists() else {})).items():
             os.environ.setdefault(name, value)
     first, *others = PACKAGES if package is None else (package,)
     try:
