@@ -306,7 +306,7 @@ bench-digests: build $(E2E)/.ready ## digests of what blocks hold, a copy and XX
 # With torch and NIXL in any Python: make gpu GPU_PYTHON=python3. Without a device it says so and is done.
 GPU_PYTHON = $(E2E)/bin/python
 .PHONY: gpu
-gpu: $(if $(filter $(E2E)/bin/python,$(GPU_PYTHON)),build $(E2E)/.ready) ## what only a device can show, ten steps, in benches/RESULTS_GPU.md
+gpu: $(if $(filter $(E2E)/bin/python,$(GPU_PYTHON)),build $(E2E)/.ready) ## what only a device can show, eleven steps, in benches/RESULTS_GPU.md
 	PYTHONPATH=python:tests $(GPU_PYTHON) -m gpu --output benches $(ARGS)
 
 .PHONY: bench-vllm

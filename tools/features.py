@@ -436,7 +436,7 @@ ENGINES = (
         "GPU",
         imitation=("connector/test_on_device.py::test_a_load_comes_after_the_steps_before_it_and_not_after_its_own",),
         upstream="yes",
-        note="[what is unproven](vllm-devices.md#on-a-gpu): `make gpu`",
+        note="[reads on one GPU](vllm-devices.md#what-was-run), no engine: `make gpu`",
     ),
     Feature("CUDA graphs", upstream="yes", note="as GPU"),
 )

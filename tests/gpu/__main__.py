@@ -20,7 +20,7 @@ from gpu.place import Outcome, environment
 from gpu.results import Result, draw, markdown
 from gpu.steps import STEPS
 
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 90
 
 
 def run(number: int, device: str, limit: float = LIMIT_SECONDS) -> Result:

@@ -28,6 +28,7 @@ SECONDS = 20.0
 """No read takes longer."""
 
 PAGE = 4096
+_STEP_SECONDS = 0.01
 _NUMBERS = itertools.count()
 
 
@@ -145,12 +146,12 @@ def connected(place: Place, pages: int) -> Iterator[tuple[Worker, Worker, Peer]]
 class Owner:
     """A P in a separate process, with the random bytes of `Place.labelled`."""
 
-    def __init__(self, place: Place, pages: int) -> None:
+    def __init__(self, place: Place, pages: int, **variables: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "gpu.owner", str(place.device), str(pages)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment(),
+            env=environment(**variables),
         )
         assert self._process.stdout is not None
         self.payload = bytes.fromhex(self._process.stdout.readline().decode())
@@ -203,3 +204,28 @@ def done(handle: TransferHandle) -> TransferHandle:
 def device_object(place: Place) -> Any:
     """Return the device as the connector's threads have it."""
     return device_of([place.zeros(1)])
+
+
+def wait(launched: torch.Event | None) -> None:
+    """Wait as a loading thread does, but with shorter pauses."""
+    while launched is not None and not launched.query():
+        time.sleep(1e-5)
+
+
+def busy(place: Place) -> Callable[[], object]:
+    """Return what launches the work of about one step: a graph on a device, a pause on the host."""
+    if place.is_host:
+        return lambda: None
+    side = torch.randn(4096, 4096, device=place.device, dtype=torch.bfloat16)
+
+    def multiply(times: int) -> None:
+        for _ in range(times):
+            torch.mm(side, side)
+
+    multiply(3)
+    place.settle()
+    each = seconds_of(lambda: (multiply(20), place.settle())) / 20
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        multiply(max(1, round(_STEP_SECONDS / each)))
+    return graph.replay

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ten steps, the claims of the documentation that each settles, and one step as a process."""
+"""The steps, the claims of the documentation that each settles, and one step as a process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from gpu import order, transfers
+from gpu import order, shorter_blocks, transfers
 from gpu.place import Outcome, Place
 
 
@@ -104,6 +104,14 @@ STEPS = (
         ),
     ),
     Step("many loads", order.many_loads, (Claim("docs/operations.md", "nothing grows with the number of loads"),)),
+    Step(
+        "blocks of P that are shorter",
+        shorter_blocks.permuting,
+        (
+            Claim("docs/tuning.md", "D's bytes are the same with `permute_bytes`"),
+            Claim("docs/tuning.md", "a permutation costs less than the descriptors that it saves", is_asserted=False),
+        ),
+    ),
 )
 
 

@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -71,17 +71,20 @@ def _sum_of(pipe: Connection) -> None:
         pipe.send(f"{type(error).__name__}: {error}")
 
 
-def read_in_another_process(place: Place, pages: int, *, choose: bool, scratch: bool) -> tuple[dict[str, float], str]:
-    """Let a process read from this one's child; return its times, and its standard error."""
+def read_in_another_process(
+    place: Place, pages: int, *, choose: bool, scratch: bool, variables: Mapping[str, str] | None = None
+) -> tuple[dict[str, float], str]:
+    """Let a process read from this one's child, both with these variables; return its times and its standard error."""
     words = ["yes" if word else "no" for word in (choose, scratch)]
-    with Owner(place, pages) as owner:
+    variables = variables or {}
+    with Owner(place, pages, **variables) as owner:
         child = subprocess.run(
             [sys.executable, "-m", "gpu.reader", str(place.device), str(pages), *words],
             input=f"{owner.payload.hex()}\n",
             capture_output=True,
             text=True,
             timeout=SECONDS,
-            env=environment(UCX_PROTO_INFO="y"),
+            env=environment(UCX_PROTO_INFO="y", **variables),
             check=False,
         )
     if child.returncode:
@@ -110,14 +113,25 @@ def rows_in_one_process(place: Place, outcome: Outcome) -> None:
 
 
 def two_processes(place: Place, outcome: Outcome) -> None:
-    """Read from another process, with the device chosen and without, with memory there to warm up in and without."""
+    """Read from another process: with the device chosen and without, with memory there to warm up in and without.
+
+    Also with variables that make UCX use TCP for device memory.
+    """
     pages = place.size(65_536, 1_024)
-    for choose, scratch in ((True, True), (True, False), (False, True)):
-        what = f"{'device chosen' if choose else 'not chosen'}, {'warmed up on it' if scratch else 'by a message'}"
+    named = "device chosen, warmed up on it"
+    slow = {} if place.is_host else {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "auto"}
+    segments = {} if place.is_host else {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    for what, choose, scratch, variables in (
+        (named, True, True, {}),
+        ("device chosen, by a message", True, False, {}),
+        ("not chosen, warmed up on it", False, True, {}),
+        (f"{named}, UCX's own choice", True, True, slow),
+        (f"{named}, expandable segments", True, True, segments),
+    ):
         try:
-            found, said = read_in_another_process(place, pages, choose=choose, scratch=scratch)
+            found, said = read_in_another_process(place, pages, choose=choose, scratch=scratch, variables=variables)
         except (AssertionError, subprocess.TimeoutExpired) as error:
-            if choose:
+            if choose and not variables:
                 raise
             outcome.add(what, f"failed: {error}")
             continue
@@ -192,27 +206,35 @@ def _agents(place: Place, local: Geometry, remote: Geometry) -> Iterator[tuple[A
 
 
 def post_cost(place: Place, outcome: Outcome) -> None:
-    """Post rows, and the same as ids of prepared lists; a transport that copies inside the post does it then."""
+    """Post rows, and the same as ids of prepared lists, to another process; a transport may copy inside the post."""
     for count in (1_000, 10_000, 40_000) if not place.is_host else (1_000,):
-        with connected(place, 2 * count) as (p, d, peer):
-            pages = list(range(0, 2 * count, 2))
-            ids = np.asarray(pages, dtype=np.int32)
-            views = []
-            for worker in (d, p):
-                region = place.region(worker.content)
-                views.append(np.array([(region.base, PAGE, region.device, PAGE, 2 * count)], np.uint64))
-            ours = d.agent.prepare(None, views[0], place.memory)
-            theirs = d.agent.prepare(peer, views[1], place.memory)
+        pages = list(range(0, 2 * count, 2))
+        ids = np.asarray(pages, dtype=np.int32)
+        worker = Worker(place, place.zeros(2 * count * PAGE))
+        with Owner(place, 2 * count) as owner:
+            peer = worker.agent.connect(owner.payload)
+            views = [
+                np.array([(region.base, PAGE, region.device, PAGE, 2 * count)], np.uint64)
+                for region in (place.region(worker.content), peer.geometry.regions[0])
+            ]
+            ours = worker.agent.prepare(None, views[0], place.memory)
+            theirs = worker.agent.prepare(peer, views[1], place.memory)
             posts = {
-                "rows": partial(d.read, peer, pages, pages),
-                "ids": partial(d.agent.read_ids, ours, ids, theirs, ids),
+                "rows": partial(worker.read, peer, pages, pages),
+                "ids": partial(worker.agent.read_ids, ours, ids, theirs, ids),
             }
             for what, post in posts.items():
+                done(post())  # so that neither has anything to set up
                 started = time.perf_counter()
                 read = post()
-                outcome.time(f"{count:,} {what}", time.perf_counter() - started)
+                posted = time.perf_counter() - started
                 done(read)
-            assert torch.equal(d.content.view(-1, PAGE)[pages], p.content.view(-1, PAGE)[pages])
+                outcome.time(f"{count:,} {what}: post", posted)
+                outcome.time(f"{count:,} {what}: read", time.perf_counter() - started, count * PAGE)
+        place.settle()
+        expected = place.labelled(2 * count * PAGE)
+        assert torch.equal(worker.content.view(-1, PAGE)[pages], expected.view(-1, PAGE)[pages])
+        worker.agent.close()
 
 
 def killed_peer(place: Place, outcome: Outcome) -> None:
