@@ -16,6 +16,8 @@ const MIN_COUNTED: usize = 1024;
 /// Maximum of bits of a local id that one pass of [`sort`] counts.
 const MAX_DIGIT_BITS: u32 = 11;
 const NUM_DIGITS: usize = 1 << MAX_DIGIT_BITS;
+/// Pairs that are compared at once.
+const CHUNK: usize = 64;
 
 impl PackedPair {
     /// Difference from a pair to that of the next blocks on both sides.
@@ -126,10 +128,13 @@ pub(crate) fn pair_whole_blocks(
     Some(last * size)
 }
 
-/// Whether the pairs are sorted, and no local block is in two of them.
-pub(crate) fn is_each_local_block_once(pairs: &[PackedPair]) -> bool {
-    // Compare plain numbers: a derived order of the types around them is slower.
-    pairs.is_sorted_by(|one, next| one.local().0 < next.local().0)
+/// Whether the pairs are sorted by their local block, and none is in two of them.
+pub(crate) fn is_ascending(pairs: &[PackedPair]) -> bool {
+    let Some((_, rest)) = pairs.split_first() else { return true };
+    // A difference has a sign if its pair does not ascend. Some pairs at once take less time than pair by pair.
+    let sign = |(one, next): (&PackedPair, &PackedPair)| next.local().0.wrapping_sub(one.local().0 + 1);
+    let signs = |(ones, nexts): (&[PackedPair], &[PackedPair])| ones.iter().zip(nexts).map(sign).fold(0, |a, b| a | b);
+    pairs.chunks(CHUNK).zip(rest.chunks(CHUNK)).all(|chunks| signs(chunks) >> 63 == 0)
 }
 
 /// Sorts pairs by their local id. Long lists are counted, because their ids are small: two or three passes are enough.
@@ -140,7 +145,7 @@ pub(crate) fn is_each_local_block_once(pairs: &[PackedPair]) -> bool {
 ///   counting digits of 11 bits           6.0     3.9      6.4
 /// ```
 pub(crate) fn sort(pairs: &mut Pairs) {
-    if pairs.is_sorted_by(|one, next| one.0 <= next.0) {
+    if is_ascending(pairs) {
         return;
     }
     if pairs.is_sorted_by(|one, next| one.0 > next.0) {
@@ -185,15 +190,46 @@ fn sort_by_digit(pairs: &[PackedPair], sorted: &mut [PackedPair], shift: u32, bi
 }
 
 /// Runs of pairs that are consecutive on both sides.
-pub(crate) fn runs(pairs: &[PackedPair]) -> impl Iterator<Item = &[PackedPair]> {
-    pairs.chunk_by(|one, next| one.0.wrapping_add(PackedPair::NEXT) == next.0)
+pub(crate) fn runs(mut pairs: &[PackedPair]) -> impl Iterator<Item = &[PackedPair]> {
+    std::iter::from_fn(move || {
+        let (run, rest) = pairs.split_at(first_run(pairs));
+        pairs = rest;
+        (!run.is_empty()).then_some(run)
+    })
 }
 
-/// How many `runs` there are, counted without a branch.
-pub(crate) fn count_runs(pairs: &[PackedPair]) -> u64 {
+/// How many pairs the first run has. Most runs are short, or nearly as long as the request: from some pairs on, many
+/// are compared at once.
+fn first_run(pairs: &[PackedPair]) -> usize {
     let Some((_, rest)) = pairs.split_first() else { return 0 };
-    let is_break = |(one, next): (&PackedPair, &PackedPair)| u64::from(one.0.wrapping_add(PackedPair::NEXT) != next.0);
-    1 + pairs.iter().zip(rest).map(is_break).fold(0, u64::wrapping_add)
+    let goes_on = |from: usize| {
+        let more = pairs[from..].iter().zip(&rest[from..]);
+        more.take(CHUNK).take_while(|&(&one, &next)| !is_break(one, next)).count()
+    };
+    let mut len = goes_on(0);
+    if len == CHUNK {
+        let chunks = pairs[len..].chunks(CHUNK).zip(rest[len..].chunks(CHUNK));
+        len += chunks
+            .take_while(|(ones, nexts)| count_breaks(ones, nexts) == 0)
+            .map(|(_, nexts)| nexts.len())
+            .sum::<usize>();
+        len += goes_on(len);
+    }
+    1 + len
+}
+
+/// How many `runs` there are.
+pub(crate) fn count_runs(pairs: &[PackedPair]) -> u64 {
+    pairs.split_first().map_or(0, |(_, rest)| 1 + count_breaks(pairs, rest))
+}
+
+/// How many pairs do not continue the pair before, counted without a branch.
+fn count_breaks(ones: &[PackedPair], nexts: &[PackedPair]) -> u64 {
+    ones.iter().zip(nexts).map(|(one, next)| u64::from(is_break(*one, *next))).fold(0, u64::wrapping_add)
+}
+
+fn is_break(one: PackedPair, next: PackedPair) -> bool {
+    one.0.wrapping_add(PackedPair::NEXT) != next.0
 }
 
 #[cfg(test)]
@@ -220,6 +256,35 @@ mod tests {
         assert_eq!(count_runs(&pairs), 3);
         assert_eq!(runs(&pairs).map(<[_]>::len).collect::<Vec<_>>(), [2, 1, 2]);
         assert_eq!(count_runs(&[]), 0);
+        assert_eq!(runs(&[]).count(), 0);
+    }
+
+    #[test]
+    fn runs_end_where_one_side_breaks_off_at_any_length() {
+        for first in 1..=3 * CHUNK as u64 + 2 {
+            for (second, gap) in [(1, (0, 1)), (2 * CHUNK as u64, (1, 0)), (5, (1, 1))] {
+                let mut pairs: Pairs = (0..first).map(|id| packed(id, 7 + id)).collect();
+                pairs.extend((first..first + second).map(|id| packed(id + gap.0, 7 + id + gap.1)));
+                assert_eq!(runs(&pairs).map(|run| run.len() as u64).collect::<Vec<_>>(), [first, second]);
+                assert_eq!(count_runs(&pairs), 2);
+            }
+        }
+    }
+
+    #[test]
+    fn pairs_ascend_only_if_each_local_block_is_after_the_one_before() {
+        assert!(is_ascending(&[]) && is_ascending(&[packed(5, 9)]));
+        for count in [2, CHUNK as u64, CHUNK as u64 + 1, 3 * CHUNK as u64 + 2] {
+            let pairs: Pairs = (0..count).map(|id| packed(id, count - id)).collect();
+            assert!(is_ascending(&pairs));
+            for index in 1..pairs.len() {
+                for local in [index as u64 - 1, 0] {
+                    let mut other = pairs.clone();
+                    other[index] = packed(local, 0x7fff_ffff);
+                    assert!(!is_ascending(&other), "{count} pairs, at {index}");
+                }
+            }
+        }
     }
 
     #[test]

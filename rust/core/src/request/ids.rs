@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Requests as ids into a plan's views.
+use std::borrow::Cow;
+
 use crate::bytes::rows::{Advise, Descriptor, NO_ADVICE};
 use crate::error::{Error, Result};
 use crate::geometry::types::KernelBlockId;
 use crate::pairing::group_pair::CopyTemplate;
 use crate::pairing::plan::Plan;
 use crate::pairing::view_table::{Entry, PairCut, ViewPair, ViewTable};
-use crate::request::block_pairs::{PackedPair, Pairs, count_runs, is_each_local_block_once, sort};
+use crate::request::block_pairs::{PackedPair, count_runs, is_ascending, sort};
 use crate::request::bound::{Budget, room};
-use crate::request::checked::CheckedRequest;
 use crate::request::pairs_by_cut::PairsByCut;
 use crate::request::span::Span;
 use crate::request::token_ranges::TailPolicy;
@@ -50,7 +51,8 @@ impl Plan {
         let mut is_disjoint = true;
         let mut budget = self.budget(advise, zero.len());
         for source in self.sources() {
-            let filled = self.fill_views(&request, source, budget)?;
+            let by_pair = self.block_pairs(&request, source)?;
+            let filled = self.fill_views(source, &by_pair, budget)?;
             budget.made += filled.num_ids as u64;
             is_disjoint &= reads.is_empty() && filled.is_surely_disjoint(&zero);
             if filled.num_ids > 0 {
@@ -64,17 +66,16 @@ impl Plan {
         Ok(Transfer::new(reads, zero, &request))
     }
 
-    /// The views of a source with the request's blocks. Fails if views cannot express the request, or if it has too
-    /// many ids.
-    fn fill_views(&self, request: &CheckedRequest, source: usize, budget: Budget) -> Result<FilledViews<'_>> {
+    /// The views of a source with the blocks of each group pair. Fails if views cannot express the request, or if it
+    /// has too many ids.
+    fn fill_views<'a>(&'a self, source: usize, by_pair: &'a [PairsByCut], budget: Budget) -> Result<FilledViews<'a>> {
         let views = self.view_table(source)?;
-        let by_pair = self.block_pairs(request, source)?;
-        if views.lacks_cut_of(&by_pair) {
+        if views.lacks_cut_of(by_pair) {
             let why = "two pairs of groups cut a group's first or last block differently".into();
             return Err(Error::NoViews { why });
         }
-        let limit = self.sources[source].table.bound_descriptors(&by_pair, budget)?;
-        let filled = FilledViews::new(views, views.gather(&by_pair));
+        let limit = self.sources[source].table.bound_descriptors(by_pair, budget)?;
+        let filled = FilledViews::new(views, views.gather(by_pair));
         limit.check(filled.num_ids as u64)?;
         Ok(filled)
     }
@@ -107,12 +108,17 @@ impl ViewTable {
     }
 
     /// Block pairs of each set of fillers, sorted by local id. `by_pair` has the pairs of each group pair.
-    fn gather(&self, by_pair: &[PairsByCut]) -> Vec<Pairs> {
+    fn gather<'a>(&self, by_pair: &'a [PairsByCut]) -> Vec<Cow<'a, [PackedPair]>> {
         let gather = |fillers: &Vec<PairCut>| {
             let lists: Vec<&[PackedPair]> = fillers.iter().map(|of| by_pair[of.group_pair].get(of.cut)).collect();
+            if let [pairs] = lists[..]
+                && is_ascending(pairs)
+            {
+                return Cow::Borrowed(pairs);
+            }
             let mut pairs = lists.concat();
             sort(&mut pairs);
-            pairs
+            Cow::Owned(pairs)
         };
         self.fillers.iter().map(gather).collect()
     }
@@ -122,13 +128,13 @@ impl ViewTable {
 struct FilledViews<'a> {
     views: &'a ViewTable,
     /// Block pairs of each set of fillers, sorted by local id.
-    gathered: Vec<Pairs>,
+    gathered: Vec<Cow<'a, [PackedPair]>>,
     /// Ids of each side.
     num_ids: usize,
 }
 
 impl<'a> FilledViews<'a> {
-    fn new(views: &'a ViewTable, gathered: Vec<Pairs>) -> Self {
+    fn new(views: &'a ViewTable, gathered: Vec<Cow<'a, [PackedPair]>>) -> Self {
         let num_ids = views.pairs.iter().map(|pair| gathered[pair.filled_by].len()).sum();
         Self { views, gathered, num_ids }
     }
@@ -136,13 +142,13 @@ impl<'a> FilledViews<'a> {
     /// Whether the pairs are certainly written without overlap, and apart from sorted `others`. It checks every
     /// template, not every copy.
     fn is_surely_disjoint(&self, others: &[Descriptor]) -> bool {
-        let pairs_of = |entry: &Entry| self.gathered[entry.filled_by].as_slice();
+        let pairs_of = |entry: &Entry| &*self.gathered[entry.filled_by];
         let filled = || self.views.entries.iter().map(|entry| (&entry.template, pairs_of(entry)));
         let is_clear = |other: &Descriptor, (template, pairs): (&CopyTemplate, &[PackedPair])| {
             !template.writes_into(pairs, other[0], other[0] + other[1])
         };
-        self.gathered.iter().all(|pairs| is_each_local_block_once(pairs))
-            && is_ascending(filled())
+        self.gathered.iter().all(|pairs| is_ascending(pairs))
+            && are_apart(filled())
             && filled().all(|filled| others.iter().all(|other| is_clear(other, filled)))
     }
 
@@ -159,7 +165,7 @@ impl<'a> FilledViews<'a> {
 }
 
 /// Whether the copies of each template are all after those of the previous template: then nothing has to be sorted.
-fn is_ascending<'a>(filled: impl Iterator<Item = (&'a CopyTemplate, &'a [PackedPair])>) -> bool {
+fn are_apart<'a>(filled: impl Iterator<Item = (&'a CopyTemplate, &'a [PackedPair])>) -> bool {
     let mut end = 0;
     for (template, pairs) in filled {
         let (Some(first), Some(last)) = (pairs.first(), pairs.last()) else { continue };
@@ -243,7 +249,7 @@ mod tests {
             cuts: vec![],
         };
         let packed = |(local, remote)| PackedPair::new(KernelBlockId(local), KernelBlockId(remote));
-        let filled = FilledViews::new(&table, vec![[(2, 5), (3, 6), (7, 1)].map(packed).to_vec()]);
+        let filled = FilledViews::new(&table, vec![[(2, 5), (3, 6), (7, 1)].map(packed).to_vec().into()]);
         let ids = filled.ids(3, NO_ADVICE).expect("there is memory");
         assert_eq!(ids.local, [2, 3, 7, 12, 13, 17]);
         assert_eq!(ids.remote, [105, 106, 101, 205, 206, 201]);
