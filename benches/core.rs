@@ -50,7 +50,7 @@ fn equal(layers: usize, blocks: u64) -> Plan {
 
 /// Ids in an unhelpful order: neighbours in the list are never neighbours in memory.
 fn scattered(count: u64, step: u64) -> Vec<Span> {
-    vec![Span { first: 0, ids: (0..count).map(|i| (1 + i * step % 8209) as i64).collect() }]
+    vec![Span { first: 0, ids: (0..count).map(|i| (1 + i * step % 8209) as i32).collect::<Vec<_>>().into() }]
 }
 
 #[divan::bench(args = [100, 10_000, 1_000_000])]

@@ -23,7 +23,7 @@ fn main() -> Result<()> {
         let clip = Clip { keep: 4_000, speculative: None };
         Ok(table.slice(clip.entries(table.len(), table.leading(Some(0)))).len())
     })?;
-    let table: Vec<i32> = ids(8_192, 2_053).map(|id| id as i32).collect();
+    let table = ids(8_192, 2_053);
     count("expand blocks, 4 kernel blocks each", 8_192, || {
         let mut out = Out::new(|_| ());
         expand_blocks(0, BlockIds::Narrow(&table), 4, &mut out)?;
@@ -50,10 +50,17 @@ fn main() -> Result<()> {
         let (local, remote) = (spans(8_192, of.0), [spans(8_192, of.1)]);
         count(&format!("Plan.ids, {name}"), 8_192, || Ok(plan.ids(8_192 * 16, &local, &remote)?.reads[0].local.len()))?;
     }
-    for (name, blocks) in [("16", 16), ("512", 512), ("8,192", 8_192), ("131,072", 131_072)] {
-        let (local, remote) = (spans(blocks, 2_053), [spans(blocks, 4_099)]);
+    let scattered = (2_053, 4_099);
+    for (name, blocks, steps) in [
+        ("16 blocks", 16, scattered),
+        ("512 blocks", 512, scattered),
+        ("8,192 blocks", 8_192, scattered),
+        ("8,192 neighbours", 8_192, (1, 1)),
+        ("131,072 blocks", 131_072, scattered),
+    ] {
+        let (local, remote) = (spans(blocks, steps.0), [spans(blocks, steps.1)]);
         let copies = || Ok(plan.transfer(blocks * 16, &local, &remote)?.reads[0].copies.len());
-        count(&format!("Plan.transfer, {name} blocks"), blocks, copies)?;
+        count(&format!("Plan.transfer, {name}"), blocks, copies)?;
     }
     permuted()
 }
@@ -141,10 +148,10 @@ fn plan(local: (u64, &str), remote: (u64, &str)) -> Result<Plan> {
 }
 
 /// Different blocks: with a step of 1 each follows the one before, with most steps no two are neighbours.
-fn ids(count: u64, step: u64) -> impl Iterator<Item = i64> {
-    (0..count).map(move |index| (1 + index * step % BLOCKS) as i64)
+fn ids(count: u64, step: u64) -> Vec<i32> {
+    (0..count).map(|index| (1 + index * step % BLOCKS) as i32).collect()
 }
 
 fn spans(count: u64, step: u64) -> Vec<Span> {
-    vec![Span { first: 0, ids: ids(count, step).collect() }]
+    vec![Span { first: 0, ids: ids(count, step).into() }]
 }

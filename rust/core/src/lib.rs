@@ -48,5 +48,5 @@ pub use pairing::validate::validate;
 pub use report::losses::{Loss, Losses};
 pub use request::copies::Copies;
 pub use request::ids::Ids;
-pub use request::span::Span;
+pub use request::span::{Span, SpanIds};
 pub use request::transfer::{Read, Transfer};

@@ -106,7 +106,7 @@ proptest! {
     fn copies_are_right_and_the_fewest((local_shape, remote_shape, tokens, local, remote) in pairs()) {
         let bases = (4096, 1 << 32);
         let plan = Plan::new(Arc::new(local_shape.geometry(bases.0)), vec![Arc::new(remote_shape.geometry(bases.1))], PlanOptions::EXACT).expect("pairs");
-        let spans = |ids: &Vec<i64>| vec![Span { first: 0, ids: ids.clone() }];
+        let spans = |ids: &Vec<i64>| vec![Span { first: 0, ids: ids.clone().into() }];
         let moved = plan.transfer(tokens, &spans(&local), &[spans(&remote)]).expect("fits");
         let expected = brute(local_shape, remote_shape, bases, tokens, (&local, &remote));
         let copies = &moved.reads[0].copies;
@@ -148,7 +148,7 @@ fn side_by_side(base: u64, layers: u64, regions: &str) -> Geometry {
 fn zeroed(local: Geometry, ids: &[i64]) -> Vec<[u64; 3]> {
     let remote = side_by_side(1 << 32, 1, "");
     let plan = Plan::new(Arc::new(local), vec![Arc::new(remote)], PlanOptions::EXACT).expect("pairs");
-    let spans = || vec![Span { first: 0, ids: ids.to_vec() }];
+    let spans = || vec![Span { first: 0, ids: ids.to_vec().into() }];
     plan.transfer(6, &spans(), &[spans()]).expect("fits").zero
 }
 

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use super::out::Out;
 use crate::error::{Error, Result};
+use crate::geometry::types::BlockId;
 
 /// Block ids of 32 or 64 bits.
 #[derive(Debug, Clone, Copy)]
@@ -70,7 +71,17 @@ impl BlockIds<'_> {
         if signs >= 0 {
             return None;
         }
-        either!(self, ids => find_outside(ids, limit))
+        self.find(|id| id as u64 >= limit)
+    }
+
+    /// The first that is wanted, and its index.
+    pub(crate) fn find(self, is_wanted: impl Fn(i64) -> bool) -> Option<(usize, i64)> {
+        either!(self, ids => find(ids, is_wanted))
+    }
+
+    /// All of them, which must be blocks.
+    pub(crate) fn to_blocks(self) -> Vec<BlockId> {
+        either!(self, ids => ids.iter().map(|&id| BlockId(id as u32)).collect())
     }
 
     /// Appends the kernel blocks of each, of which there are `ratio`; all of them fit int32.
@@ -91,8 +102,8 @@ fn leading<T: Copy + Into<i64>>(ids: &[T], null: i64) -> usize {
     ids.iter().take_while(|&&id| id.into() == null).count()
 }
 
-fn find_outside<T: Copy + Into<i64>>(ids: &[T], limit: u64) -> Option<(usize, i64)> {
-    ids.iter().map(|&id| id.into()).enumerate().find(|&(_, id)| id as u64 >= limit)
+fn find<T: Copy + Into<i64>>(ids: &[T], is_wanted: impl Fn(i64) -> bool) -> Option<(usize, i64)> {
+    ids.iter().map(|&id| id.into()).enumerate().find(|&(_, id)| is_wanted(id))
 }
 
 fn expand_into<T: Copy + Into<i64>>(ids: &[T], ratio: i32, out: &mut Out<'_, i32>) {

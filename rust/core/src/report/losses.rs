@@ -246,7 +246,7 @@ mod tests {
         let failed: Vec<Descriptor> = failed.iter().map(|&(address, length)| [address, length, 0]).collect();
         let plan =
             Plan::new(geometry(1 << 20), vec![geometry(1 << 30)], PlanOptions::EXACT).expect("equal geometries pair");
-        let spans = [Span { first: 0, ids: vec![7, 3, 5] }, Span { first: 0, ids: vec![4] }];
+        let spans = [Span { first: 0, ids: vec![7i64, 3, 5].into() }, Span { first: 0, ids: vec![4i64].into() }];
         plan.losses(10, &spans, &[spans.to_vec()], &failed, 2)
     }
 

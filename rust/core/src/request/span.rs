@@ -8,12 +8,42 @@ use crate::lowlevel::block_ids::BlockIds;
 use crate::pairing::plan::Plan;
 
 /// A request's live blocks in one group.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Span {
     /// Index of `ids[0]` in the request's block table.
     pub first: u64,
     /// Logical block ids in the order of the sequence.
-    pub ids: Vec<i64>,
+    pub ids: SpanIds,
+}
+
+/// Block ids of 32 or 64 bits.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SpanIds {
+    /// What vLLM's workers have.
+    Narrow(Vec<i32>),
+    /// What Python's integers are read as.
+    Wide(Vec<i64>),
+}
+
+impl SpanIds {
+    fn as_ids(&self) -> BlockIds<'_> {
+        match self {
+            Self::Narrow(ids) => BlockIds::Narrow(ids),
+            Self::Wide(ids) => BlockIds::Wide(ids),
+        }
+    }
+}
+
+impl From<Vec<i32>> for SpanIds {
+    fn from(ids: Vec<i32>) -> Self {
+        Self::Narrow(ids)
+    }
+}
+
+impl From<Vec<i64>> for SpanIds {
+    fn from(ids: Vec<i64>) -> Self {
+        Self::Wide(ids)
+    }
 }
 
 /// Limit of positions, so that their sums fit.
@@ -98,23 +128,25 @@ fn check_span(side: &'static str, geometry: &Geometry, group: usize, span: &Span
         return Err(Error::value(&place(), "first", span.first, format!("has to be at most {max_first}")));
     }
     let num_blocks = geometry.num_blocks[group];
-    if span.ids.len() as u64 > num_blocks {
+    let given = span.ids.as_ids();
+    if given.len() as u64 > num_blocks {
         let expected = format!("has to be at most the {num_blocks} blocks there are");
-        return Err(Error::value(&place(), "number of block ids", span.ids.len() as i128, expected));
+        return Err(Error::value(&place(), "number of block ids", given.len() as i128, expected));
     }
-    let wrong = |(index, &id): (usize, &i64)| match u64::try_from(id) {
-        Ok(block) if block < num_blocks => {
-            (geometry.null_block == Some(block)).then(|| Error::null_block((side, group), index, id))
-        }
-        _ => Some(Error::block_range((side, group), index, id, num_blocks)),
-    };
     // Nearly always all are right. Kernel blocks of a geometry are at most 2^31, so its blocks fit.
-    let outside = BlockIds::Wide(&span.ids).first_outside(num_blocks);
-    let ids: Vec<_> = span.ids.iter().map(|&id| BlockId(id as u32)).collect();
+    let ids = given.to_blocks();
     let null = geometry.null_block.map(|block| BlockId(block as u32));
     let has_null = null.is_some_and(|null| ids.iter().fold(0, |any, id| any | u32::from(id.0 == null.0)) > 0);
-    if outside.is_some() || has_null {
-        span.ids.iter().enumerate().find_map(wrong).map_or(Ok(()), Err)?;
+    if has_null || given.first_outside(num_blocks).is_some() {
+        let is_null = |id: i64| geometry.null_block.is_some_and(|null| null as i64 == id);
+        if let Some((index, id)) = given.find(|id| is_null(id) || id as u64 >= num_blocks) {
+            let place = (side, group);
+            return Err(if id as u64 >= num_blocks {
+                Error::block_range(place, index, id, num_blocks)
+            } else {
+                Error::null_block(place, index, id)
+            });
+        }
     }
     if let Some(id) = duplicate(&ids, num_blocks) {
         return Err(Error::duplicate_block((side, group), id.0));

@@ -137,7 +137,7 @@ mod tests {
     #[test]
     fn a_partial_block_is_cut_or_moved_whole_by_what_it_costs() {
         // 6 tokens in blocks 3 and 5: two tokens of two heads of block 5, at bytes 40..42 and 44..46.
-        let span = Span { first: 0, ids: vec![3, 5] };
+        let span = Span { first: 0, ids: vec![3i64, 5].into() };
         let layers: (&[&str], &[&str]) = (&["a"], &["a"]);
         let cut = Moved { read: vec![(24, 8), (40, 2), (44, 2)], zero: vec![(42, 2), (46, 2)], excess_bytes: 0 };
         assert_eq!(moved(FULL, layers, 4, (6, span.clone())), cut);
@@ -150,7 +150,7 @@ mod tests {
     fn tokens_before_the_window_are_moved_as_far_as_they_are_there() {
         // Of 11 tokens a window of 5 needs 7..11, in blocks 1 and 2 of the sequence. All of block 1 is there.
         let group = r#"{"kind":"sliding","window":5,"block_size":4}"#;
-        let span = Span { first: 1, ids: vec![3, 5] };
+        let span = Span { first: 1, ids: vec![3i64, 5].into() };
         let Moved { read, zero, .. } = moved(group, (&["a"], &["a"]), 0, (11, span));
         assert_eq!(read, [(24, 8), (40, 3), (44, 3)]);
         assert_eq!(zero, [(43, 1), (47, 1)]);
@@ -158,7 +158,7 @@ mod tests {
 
     #[test]
     fn a_layer_that_no_source_has_is_zeroed() {
-        let span = Span { first: 0, ids: vec![3] };
+        let span = Span { first: 0, ids: vec![3i64].into() };
         let Moved { read, zero, .. } = moved(FULL, (&["a", "b"], &["a"]), 0, (4, span));
         assert_eq!((read, zero), (vec![(24, 8)], vec![(1024, 8)]));
     }
