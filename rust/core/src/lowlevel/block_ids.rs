@@ -74,6 +74,19 @@ impl BlockIds<'_> {
         self.find(|id| id as u64 >= limit)
     }
 
+    /// The smallest and the largest id, if each id is above the one before, or each below it; else None.
+    pub(crate) fn ends_if_ordered(self) -> Option<(i64, i64)> {
+        either!(self, ids => ends_if_ordered(ids))
+    }
+
+    /// Whether one of them is `id`.
+    pub(crate) fn has(self, id: i64) -> bool {
+        match self {
+            Self::Narrow(ids) => i32::try_from(id).is_ok_and(|id| has(ids, id)),
+            Self::Wide(ids) => has(ids, id),
+        }
+    }
+
     /// The first that is wanted, and its index.
     pub(crate) fn find(self, is_wanted: impl Fn(i64) -> bool) -> Option<(usize, i64)> {
         either!(self, ids => find(ids, is_wanted))
@@ -100,6 +113,29 @@ impl BlockIds<'_> {
 
 fn leading<T: Copy + Into<i64>>(ids: &[T], null: i64) -> usize {
     ids.iter().take_while(|&&id| id.into() == null).count()
+}
+
+fn ends_if_ordered<T: Copy + Ord + Into<i64>>(ids: &[T]) -> Option<(i64, i64)> {
+    let (&[first, .., last] | &[first @ last]) = ids else { return None };
+    if first <= last {
+        holds_for_each(ids, |one, next| one < next).then(|| (first.into(), last.into()))
+    } else {
+        holds_for_each(ids, |one, next| one > next).then(|| (last.into(), first.into()))
+    }
+}
+
+/// Whether a comparison holds for each id and the next. It compares some at once, which takes less time than to stop at
+/// the first for which it does not hold.
+fn holds_for_each<T: Copy>(ids: &[T], compare: impl Fn(T, T) -> bool) -> bool {
+    const CHUNK: usize = 256;
+    let Some((_, rest)) = ids.split_first() else { return true };
+    let fails = |(&one, &next): (&T, &T)| u32::from(!compare(one, next));
+    let any = |(ones, nexts): (&[T], &[T])| ones.iter().zip(nexts).map(fails).fold(0, |any, fails| any | fails) > 0;
+    !ids.chunks(CHUNK).zip(rest.chunks(CHUNK)).any(any)
+}
+
+fn has<T: Copy + Eq>(ids: &[T], id: T) -> bool {
+    ids.iter().fold(0, |any, &one| any | u32::from(one == id)) > 0
 }
 
 fn find<T: Copy + Into<i64>>(ids: &[T], is_wanted: impl Fn(i64) -> bool) -> Option<(usize, i64)> {
@@ -176,6 +212,38 @@ mod tests {
         assert!(expanded(&[(1 << 31) / 3], 3).is_err());
         assert!(expanded(&[-1], 2).is_err());
         assert!(expanded(&[1], 0).is_err());
+    }
+
+    #[test]
+    fn ids_that_rise_or_fall_have_ends() {
+        let ends = |ids: &[i64]| {
+            let narrow: Vec<i32> = ids.iter().map(|&id| id as i32).collect();
+            let found = BlockIds::Wide(ids).ends_if_ordered();
+            if ids.iter().all(|&id| i32::try_from(id).is_ok()) {
+                assert_eq!(BlockIds::Narrow(&narrow).ends_if_ordered(), found);
+            }
+            found
+        };
+        assert_eq!((ends(&[]), ends(&[4]), ends(&[4, 4])), (None, Some((4, 4)), None));
+        assert_eq!((ends(&[1, 2, 5]), ends(&[5, 2, 1])), (Some((1, 5)), Some((1, 5))));
+        assert_eq!((ends(&[1, 2, 2]), ends(&[3, 2, 2]), ends(&[1, 3, 2])), (None, None, None));
+        assert_eq!(ends(&[i64::MIN, i64::MAX]), Some((i64::MIN, i64::MAX)));
+        assert_eq!(ends(&[5, i64::MAX, i64::MIN, 6]), None);
+        for count in [255, 256, 257, 1000] {
+            let rising: Vec<i64> = (0..count).collect();
+            assert_eq!(ends(&rising), Some((0, count - 1)));
+            for index in 1..rising.len() {
+                let mut other = rising.clone();
+                other[index] = other[index - 1];
+                assert_eq!(ends(&other), None, "{count} ids, at {index}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_id_is_found_at_its_own_width() {
+        assert!(BlockIds::Narrow(&[3, 0]).has(0) && BlockIds::Wide(&[3, 0]).has(0));
+        assert!(!BlockIds::Narrow(&[3, 0]).has(1 << 32) && !BlockIds::Wide(&[3, 1 << 32]).has(0));
     }
 
     #[test]
