@@ -619,6 +619,11 @@ WAYS = (
 """kvhma's ways from tables to ids, and whether they start from arrays."""
 
 
+def as_many_arrays(sides: list[list[Span]], results: tuple[Any, Any]) -> Any:
+    """Make as many arrays as three functions return: for each group of a side a view and a copy, and both results."""
+    return [(span.ids[:], span.ids.copy()) for side in sides for span in side], [ids.copy() for ids in results]
+
+
 def pair_of(name: str, tokens: int) -> Pair:
     one = model(name)
     blocks = len(groups_of(one)) * (tokens // hybrid_block_size(one) + 2) + 1
@@ -678,6 +683,7 @@ def requests() -> None:
                     "order, arrays, out": each(filled(order_of, tables[0]), filled(order_of, tables[1]), tables),
                     "copy": lambda read=read, out=out: (read.copy(), out.fill(1)),
                     "new": lambda results=results: [ids.copy() for ids in results],
+                    "objects": partial(as_many_arrays, arrays, results),
                     "functions": vllm_functions(pair, asked),
                     "path": vllm_path(pair, asked),
                     "floor": partial(lowlevel.expand_blocks, flat, 1),
@@ -688,9 +694,9 @@ def requests() -> None:
             )
             title = f"{name}, {tokens:,} tokens, {order}"
             floors = {False: times["floor"] + times["copy"], True: times["copy"]}
-            calls = {False: times["floor"] + times["new"], True: times["new"]}
             for text, key, is_array in WAYS:
                 ratio = times["functions"] / times[key]
+                call = times["objects" if key.startswith("three") else "new"] + (0 if is_array else times["floor"])
                 rows.append(
                     (
                         title,
@@ -701,13 +707,13 @@ def requests() -> None:
                         verdict(ratio, max(target, 5.0) if is_array else target),
                         f"{times['path'] / times[key]:.1f}×",
                         f"{times[key] / floors[is_array]:.1f}",
-                        f"{times[key] / calls[is_array]:.1f}",
+                        f"{times[key] / call:.1f}",
                     )
                 )
                 title = ""
             count = len(pair.plan.ids(tokens, *spans).reads[0].local)
             ids = len(vllm_functions(pair, asked)()[0])
-            shown = (micros(times[key]) for key in ("floor", "numpy", "copy", "new", "live", "functions"))
+            shown = (micros(times[key]) for key in ("floor", "numpy", "copy", "new", "objects", "live", "functions"))
             parts.append((f"{name}, {order}", f"{len(flat):,}", *shown, f"{count:,}"))
             if order == "scattered":
                 extra = ", ".join(f"{reason}: {size:,}" for reason, size in sorted(reasons.items())) or "nothing"
@@ -732,8 +738,9 @@ def requests() -> None:
         "with its copies and checks. vLLM's functions always start from lists. The three functions and `DescriptorOrder` give "
         "vLLM's own ids and, as vLLM, pair lists by their ends. The *floor* is a copy of the live integers and a fill of "
         "memory that is as large as the output; from lists, reading them is added. The floor of a *call* is numpy's copy of "
-        "both results to new arrays, two calls; from lists, reading them is added. New memory limits the rows that are far "
-        "from the floor and near the call.",
+        "both results to new arrays, two calls; for three functions also a view and a copy for each group of both sides, which "
+        "they return. From lists, reading them is added. Memory and objects limit the rows that are far from the floor and "
+        "near the call.",
     )
     table(
         "The same in parts",
@@ -744,6 +751,7 @@ def requests() -> None:
             "numpy only reads them",
             "floor: numpy copies an int32 array of them, and fills the output",
             "call: numpy copies both results",
+            "call: and a view and a copy for each group",
             "`live_spans`, one side",
             "vLLM's functions",
             "ids a side",
