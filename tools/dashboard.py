@@ -66,10 +66,14 @@ ROWS = {
     "Does the cache move?": [
         Panel("Loads", "Loads that succeeded at D.", "ops", {"{{instance}}": rate("load_seconds_count")}),
         Panel(
-            "Prompts, as the proxy sees them",
-            "cached: D had the cache of some tokens. computed: D had no cache, so it computed the prompt.",
+            "Tokens of prompts",
+            "As vLLM counts them. external_kv_transfer: loaded, D's. local_compute: computed, P's.",
             "ops",
-            {"{{result}}": "sum by (result) (rate(kvhma_proxy_prompts_total[$__rate_interval]))"},
+            {
+                "{{instance}}: {{source}}": rate("prompt_tokens_by_source_total", "instance, source").replace(
+                    "kvhma_", ""
+                )
+            },
         ),
         Panel(
             "What did not move",
@@ -90,14 +94,6 @@ ROWS = {
                 for name in ("loaded", "cached", "clipped")
             },
         ),
-        Panel(
-            "Requests to engines",
-            "What the proxy asked of P and D, by outcome.",
-            "ops",
-            {
-                "{{role}}: {{outcome}}": "sum by (role, outcome) (rate(kvhma_proxy_requests_total[$__rate_interval]))",
-            },
-        ),
     ],
     "How long does it take?": [
         Panel("Load", "From the scheduler's order to the end of a load.", "s", quantiles("load_seconds")),
@@ -107,16 +103,6 @@ ROWS = {
             "handshake: once for each pair of engines.",
             "s",
             {name: quantile(f"{name}_seconds", 0.9) for name in ("post", "transfer", "zero", "handshake")},
-        ),
-        Panel(
-            "First token after P's answer",
-            "As the proxy sees it, for streams.",
-            "s",
-            {
-                f"p{of}": f"histogram_quantile({of / 100}, "
-                "sum by (le) (rate(kvhma_proxy_first_token_seconds_bucket[$__rate_interval])))"
-                for of in (50, 90, 99)
-            },
         ),
         Panel(
             "Bytes of a group",
@@ -245,7 +231,7 @@ def dashboard() -> dict[str, Any]:
     return {
         "uid": "kvhma",
         "title": "kvhma: KV cache transfer",
-        "description": "Prefill engines, decode engines and the proxy. https://github.com/kvhma/kvhma",
+        "description": "Prefill and decode engines. https://github.com/kvhma/kvhma",
         "tags": ["vllm", "kvhma"],
         "timezone": "browser",
         "editable": True,

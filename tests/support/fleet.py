@@ -96,20 +96,19 @@ def usage(cached, prompt=50):
 class Fleet:
     """Prefill engines, decode engines, the proxy, and a client."""
 
-    def __init__(self, *answers, embeddings=False, turns=None, tickets=False, prefills=1):
+    def __init__(self, *answers, turns=None, tickets=False, prefills=1):
         self._turns, self._tickets = turns, tickets
         self.prefills = [Engine() for _ in range(prefills)]
         self.prefill = self.prefills[0]
         self.decode = [Engine(usage=answer) for answer in answers or (None,)]
-        self.embeddings = [Engine()] if embeddings else []
 
     async def __aenter__(self):
         self._stack = AsyncExitStack()
-        for engine in (*self.prefills, *self.decode, *self.embeddings):
+        for engine in (*self.prefills, *self.decode):
             await engine.server.start_server()
             self._stack.push_async_callback(engine.server.close)
-        urls = [[engine.url for engine in engines] for engines in (self.prefills, self.decode, self.embeddings)]
-        server = TestServer(proxy.make_app(*urls, turns=self._turns, tickets=self._tickets))
+        urls = [[engine.url for engine in engines] for engines in (self.prefills, self.decode)]
+        server = TestServer(proxy.make_app(*urls, self._turns, tickets=self._tickets))
         await server.start_server()
         self._stack.push_async_callback(server.close)
         self.client = await self._stack.enter_async_context(aiohttp.ClientSession(str(server.make_url("/"))))
@@ -133,19 +132,6 @@ class Fleet:
     async def get(self, path, **headers):
         async with self.client.get(path, headers=headers) as answer:
             return answer.status, await answer.text()
-
-    async def samples(self, name):
-        """Samples of a metric by role, engine and outcome or result, where it has these labels; without zeros."""
-        from prometheus_client.parser import text_string_to_metric_families
-
-        families = text_string_to_metric_families((await self.get("/metrics"))[1])
-        found = [sample for family in families for sample in family.samples if sample.name == name]
-        order = ("role", "engine", "outcome", "result")
-        return {
-            tuple(sample.labels[label] for label in order if label in sample.labels): sample.value
-            for sample in found
-            if sample.value
-        }
 
 
 def run(test):

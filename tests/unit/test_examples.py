@@ -93,7 +93,7 @@ def validate(made):
     newest = kubernetes_validate.latest_version()
     for one in made:
         if one["kind"] == "PodMonitor":  # not Kubernetes' own: the Prometheus operator defines it
-            assert one["spec"].keys() == {"selector", "podMetricsEndpoints"}
+            assert one["spec"].keys() == {"jobLabel", "selector", "podMetricsEndpoints"}
             continue
         kubernetes_validate.validate(one, newest, strict=True)
         inside = next(key for key in ("spec", "rules", "roleRef", "data", "metadata") if key in one)
@@ -261,8 +261,11 @@ def dangling(made):
                 for port in rule.get("ports", ()):
                     has(port["port"], among, where)
         elif kind == "PodMonitor":
+            among = chosen(spec["selector"], where)
+            jobs = {pod["metadata"]["labels"].get(spec["jobLabel"]) for pod in among}
+            check({"prefill", "decode"} <= jobs, where, "alerts need the jobs of the engines, not", jobs)
             for endpoint in spec["podMetricsEndpoints"]:
-                has(endpoint["port"], chosen(spec["selector"], where), where)
+                has(endpoint["port"], among, where)
         elif kind == "PodDisruptionBudget":
             chosen(spec["selector"], where)
         elif kind == "RoleBinding":
@@ -348,6 +351,7 @@ WRONG = {
     ],
     ("NetworkPolicy", "from-router"): [put("spec/ingress/0/from/0/podSelector/matchLabels/role", "proxy")],
     ("PodMonitor", "kvhma"): [
+        put("spec/jobLabel", "app"),
         put("spec/podMetricsEndpoints/1/port", "prometheus"),
         put("spec/selector/matchLabels/app", "x"),
     ],

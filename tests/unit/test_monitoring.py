@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("yaml")
 
-from support.monitoring import DASHBOARD, EXAMPLES, alert_queries, dashboard_queries, labels_of, metrics_of
+from support.monitoring import DASHBOARD, EXAMPLES, alert_queries, dashboard_queries, metrics_of
 
 ROOT = EXAMPLES.parent
 PROMTOOL = shutil.which("promtool")
@@ -107,23 +107,6 @@ def test_panels_do_not_overlap() -> None:
     assert max(x for x, _ in cells) < 24
     ids = [panel["id"] for panel in form["panels"]]
     assert len(ids) == len(set(ids))
-
-
-def test_metrics_of_the_proxy_exist() -> None:
-    pytest.importorskip("aiohttp", reason="make dev installs it")
-    from kvhma.proxy import Metrics
-
-    known = {}
-    for family in Metrics().registry.collect():
-        suffixes = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
-        known |= {family.name + suffix: family for suffix in suffixes}
-    source = (ROOT / "python/kvhma/proxy/engines.py").read_text()
-    for name, query in (*dashboard_queries(), *alert_queries()):
-        for metric in metrics_of(query):
-            if metric.startswith("kvhma_proxy_"):
-                assert metric in known, (name, metric)
-                for label in labels_of(query) - {"le", "job", "instance"}:
-                    assert f'"{label}"' in source, (name, label)
 
 
 def test_operations_speaks_of_every_alert() -> None:

@@ -69,7 +69,7 @@ def test_ports_are_different():
 )
 def test_what_clients_ask(monkeypatch, tmp_path, installed, arguments, module):
     """vllm-router if it is installed; without it a line says how to get it."""
-    known = [*installed, "vllm", "aiohttp", "prometheus_client"]
+    known = [*installed, "vllm", "aiohttp"]
     monkeypatch.setattr(serve_pair.importlib.util, "find_spec", lambda name: name if name in known else None)
     ran = []
     monkeypatch.setattr(serve_pair, "run", lambda parts, ready: ran.extend(parts) or 1)

@@ -22,7 +22,7 @@ from kvhma.versions import install_command
 
 _MODULES = {
     "router": {"vllm": "vllm", "vllm_router": "router"},
-    "proxy": {"vllm": "vllm", "aiohttp": "proxy", "prometheus_client": "proxy"},
+    "proxy": {"vllm": "vllm", "aiohttp": "proxy"},
 }
 """By front the required modules, and the extras that install them."""
 

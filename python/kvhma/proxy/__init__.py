@@ -3,7 +3,6 @@
 
 from kvhma.proxy.app import PREFILL_PARAMS, make_app, parser
 from kvhma.proxy.bodies import is_computed_by_decode
-from kvhma.proxy.engines import Metrics
 from kvhma.proxy.turns import Turns
 
-__all__ = ["PREFILL_PARAMS", "Metrics", "Turns", "is_computed_by_decode", "make_app", "parser"]
+__all__ = ["PREFILL_PARAMS", "Turns", "is_computed_by_decode", "make_app", "parser"]

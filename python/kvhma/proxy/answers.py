@@ -1,121 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of engines, as clients get them: without parameters of engines, and with the cached tokens that P had."""
+"""Answers of decode engines, as clients get them: without parameters, and with the cached tokens that P had."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from kvhma.proxy.bodies import Form, form_of
-from kvhma.proxy.engines import Call, Engines, ProxyError, read_all
+from kvhma.proxy.bodies import Form, event_of, form_of
+from kvhma.proxy.engines import Call, Engines, logger, read_all
 
 MAX_ANSWER_BYTES = 256 << 20
-_MAX_EVENT_BYTES = 64 << 20
+MAX_EVENT_BYTES = 64 << 20
 _CHANGED = (b'"cached_tokens"', b'"kv_transfer_params"')
 """What changes an event. In the text of an answer the quotation marks are escaped."""
 
 
 class Answer:
-    """An engine's answer, of which the head and the first bytes are read.
+    """A decode engine's answer, of which the first event is read, or all if it is no stream.
 
     Attributes:
-        handed: whether D got parameters of P for this prompt; None for what is no prompt to complete.
-        params: what D returned for the next turn, once the answer was read whole.
+        status: of the answer.
+        headers: what clients see of its headers.
+        params: what D returned for the next turn, once a whole answer was changed.
     """
 
-    def __init__(self, engines: Engines, call: Call, role: str, engine: str, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, engines: Engines, call: Call, engine: str, answer: aiohttp.ClientResponse) -> None:
         """Store where the answer comes from."""
-        self._engines, self._call, self._role, self._engine = engines, call, role, engine
-        self._response = response
+        self._engines, self._call, self._engine, self._answer = engines, call, engine, answer
         self._first = b""
-        self._begun = time.monotonic()
-        self._outcome = "hung_up"
-        self._usage: Form = {}
-        self._prefill: Mapping[str, Any] | asyncio.Task[Form] | None = None
-        self._patience = 1.0
-        self.handed: bool | None = None
+        self._has_usage = False
+        self.status = answer.status
+        self.headers = {"Content-Type": answer.headers.get("Content-Type", "application/json")}
         self.params: Any = None
 
+    @property
+    def is_stream(self) -> bool:
+        """Return whether it comes in events."""
+        return self._answer.content_type == "text/event-stream"
+
     async def begin(self) -> Answer:
-        """Read the first bytes: until then another engine may answer in its place."""
+        """Read what the client gets first: until then another engine may answer in its place."""
         try:
-            with self._engines.watched(self._role, self._engine, "lost"):
-                self._first = await self._response.content.readany()
+            with self._engines.watched("decode", self._engine):
+                self._first = await (self._event() if self.is_stream else read_all(self._answer, MAX_ANSWER_BYTES))
         except BaseException:
-            self._response.close()
+            self._answer.close()
             raise
         return self
 
-    def continues(self, prefill: Mapping[str, Any] | asyncio.Task[Form], begun: float) -> Answer:
-        """Store what P returns or will return, and since when D could have read it."""
-        self._prefill, self._begun = prefill, begun
-        return self
-
-    @property
-    def head(self) -> tuple[int, str]:
-        """Return the status and the content type."""
-        return self._response.status, self._response.headers.get("Content-Type", "application/json")
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether it is one JSON text, not a stream."""
-        return self._response.content_type == "application/json"
+    async def _event(self) -> bytes:
+        return await self._answer.content.readuntil(b"\n\n", max_size=MAX_EVENT_BYTES)
 
     async def whole(self) -> bytes:
-        """Return the rest of the answer."""
-        with self._reading():
-            text = self._first + await read_all(self._response, MAX_ANSWER_BYTES)
-        self._outcome = "ok"
+        """Return an answer that is no stream."""
         try:
-            form = form_of(text)
+            form = form_of(self._first)
         except msgspec.DecodeError:
-            return text
+            return self._first
         if "kv_transfer_params" in form:
             self.params = msgspec.json.decode(form["kv_transfer_params"])
         return msgspec.json.encode(await self._changed(form))
 
-    async def pieces(self) -> AsyncGenerator[bytes, None]:
-        """Yield whole lines as they come, and the rest at the end."""
-        self._engines.metrics.first_token.labels(self._engine).observe(time.monotonic() - self._begun)
-        held, chunk = bytearray(), self._first
-        while chunk:
-            end = chunk.rfind(b"\n") + 1
-            if end:
-                yield await self._changed_lines(bytes(held) + chunk[:end])
-                held.clear()
-            held += chunk[end:]
-            with self._reading():
-                chunk = await self._response.content.readany()
-                if len(held) > _MAX_EVENT_BYTES:
-                    raise aiohttp.ClientPayloadError("an event is too long")
-        if held:
-            yield await self._changed_lines(bytes(held))
-        self._outcome = "ok"
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except aiohttp.ClientError as error:
-            self._outcome = "lost"
-            raise ProxyError(502, f"the {self._role} engine broke off its answer", f"{self._role}_lost") from error
-
-    async def _changed_lines(self, lines: bytes) -> bytes:
-        if not any(key in lines for key in _CHANGED):
-            return lines
-        return b"".join([await self._changed_line(line) for line in lines.splitlines(keepends=True)])
-
-    async def _changed_line(self, line: bytes) -> bytes:
-        if line.startswith(b"data: {") and any(key in line for key in _CHANGED):
-            with contextlib.suppress(msgspec.DecodeError):
-                return b"data: " + msgspec.json.encode(await self._changed(form_of(line[6:]))) + b"\n"
-        return line
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream as they come."""
+        event = self._first
+        while event:
+            name, _, text = event.partition(b"data: {")
+            if any(key in text for key in _CHANGED):
+                with contextlib.suppress(msgspec.DecodeError):
+                    event = name + event_of(await self._changed(form_of(b"{" + text)))
+            yield event
+            with self._engines.watched("decode", self._engine, "lost"):
+                event = await self._event()
 
     async def _changed(self, form: Form) -> Form:
         form.pop("kv_transfer_params", None)
@@ -123,36 +84,39 @@ class Answer:
             with contextlib.suppress(msgspec.DecodeError):
                 form["response"] = await self._changed(form_of(form["response"]))
         usage = msgspec.json.decode(form.get("usage", b"null"))
-        if isinstance(usage, dict):
-            self._usage, details = usage, usage.get("prompt_tokens_details")
-            if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
-                cached = await self._cached_at_prefill()
-                more = {} if cached is None else {"cached_tokens": cached}
-                form["usage"] = usage | {"prompt_tokens_details": details | more}
+        details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+        if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
+            cached = await self._cached_at_prefill(details["cached_tokens"], usage.get("prompt_tokens"))
+            form["usage"] = usage | {"prompt_tokens_details": details | {"cached_tokens": cached}}
         return form
 
-    async def _cached_at_prefill(self) -> int | None:
-        """Return how many tokens of the prompt P had cached; None if P has not answered, or computed nothing.
+    async def _cached_at_prefill(self, at_decode: int, prompt: Any) -> int:
+        """Return how many tokens of the prompt P had cached; D's number if P has not answered, or computed nothing.
 
         For D all tokens that it loaded are cached. A client of a single engine would see and pay P's number.
         """
-        if isinstance(self._prefill, asyncio.Task):
-            # P ends before D, but its answer may come later; a P that D did not need does not answer.
-            await asyncio.wait({self._prefill}, timeout=self._patience)
-            if not self._prefill.done():
-                self._patience = 0.0  # each event of a stream may have usage
-                return None
-            failed = self._prefill.cancelled() or self._prefill.exception()
-            self._prefill = None if failed else self._prefill.result()
-        cached = (self._prefill or {}).get("remote_prefill_cached_tokens")
-        return cached if isinstance(cached, int) and cached >= 0 else None
+        prefill = self._call.prefill
+        if prefill is None:
+            return at_decode
+        first, self._has_usage = not self._has_usage, True  # each event of a stream may have usage
+        if first and at_decode == 0 and isinstance(prompt, int) and prompt >= 3:  # fewer are not transferred
+            logger.warning(
+                "request %r: no cache was transferred: decode engine %s computed all %d tokens of the prompt; see "
+                "its log, and its metrics vllm:kvhma_failed_loads and vllm:kvhma_local_prefills",
+                self._call.id,
+                self._engine,
+                prompt,
+            )
+        # P ends before D, but its answer may come later; a P that D did not need does not answer.
+        await asyncio.wait({prefill}, timeout=1 if first else 0)
+        if not prefill.done() or prefill.cancelled() or prefill.exception():
+            return at_decode
+        cached = prefill.result().get("remote_prefill_cached_tokens")
+        return cached if isinstance(cached, int) and cached >= 0 else at_decode
 
     async def aclose(self) -> None:
-        """End the requests that still run, so that a client that disconnects ends them too; count the outcome."""
-        self._response.close()
-        if isinstance(self._prefill, asyncio.Task):
-            self._prefill.cancel()
-            await asyncio.gather(self._prefill, return_exceptions=True)
-        self._engines.count(self._role, self._engine, self._outcome)
-        if self._outcome == "ok" and self.handed is not None:
-            self._engines.metrics.count_prompt(self._engine, self._usage if self.handed else None, self._call.id)
+        """End the requests that still run, so that a client that disconnects ends them too."""
+        self._answer.close()
+        if self._call.prefill is not None:
+            self._call.prefill.cancel()
+            await asyncio.gather(self._call.prefill, return_exceptions=True)

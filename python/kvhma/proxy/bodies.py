@@ -29,6 +29,11 @@ def form_of(data: bytes | msgspec.Raw) -> Form:
     return dict(msgspec.json.decode(data, type=dict[str, msgspec.Raw]))
 
 
+def event_of(form: Form) -> bytes:
+    """Return an object as an event of a stream."""
+    return b"data: " + msgspec.json.encode(form) + b"\n\n"
+
+
 def wrong(message: str, status: int = 400) -> ProxyError:
     """Return the error for a request that no engine gets."""
     return ProxyError(status, message, "NotFoundError" if status == 404 else "BadRequestError")
