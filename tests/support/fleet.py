@@ -26,6 +26,7 @@ class Engine:
         self.params = PARAMS | {"remote_prefill_cached_tokens": 0}
         self.choices = None
         self.breaks = self.hangs = False
+        self.drops = 0
         self.ended = asyncio.Event()
         self.may_answer = asyncio.Event()
         self.may_answer.set()
@@ -61,6 +62,10 @@ class Engine:
         except (ValueError, RecursionError):  # also a number of 5,000 digits
             return web.json_response({"error": {"message": "no JSON", "code": 400}}, status=400)
         self.asked.append((request.path, body, request.headers))
+        if self.drops:
+            self.drops -= 1
+            request.transport.abort()
+            return web.Response()
         try:
             await self.may_answer.wait()
         except asyncio.CancelledError:

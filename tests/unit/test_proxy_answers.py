@@ -355,6 +355,31 @@ def test_a_request_is_repeated_once_where_nothing_of_an_answer_was_read(stream):
     run(test())
 
 
+@pytest.mark.parametrize(("drops", "expected"), [(1, [200, 200]), (2, [502, 200])])
+@pytest.mark.parametrize(
+    ("role", "path", "tickets"),
+    [
+        ("prefill", "/v1/completions", False),
+        ("decode", "/v1/completions", False),
+        ("decode", "/v1/completions", True),
+        ("decode", "/tokenize", False),
+    ],
+)
+def test_a_single_engine_may_close_an_idle_connection(role, path, tickets, drops, expected):
+    """It does so at the moment when a request is sent: formerly the answer was 502."""
+
+    async def test():
+        async with Fleet(None, tickets=tickets) as fleet:
+            assert (await fleet.complete())[0] == 200
+            engine = fleet.prefill if role == "prefill" else fleet.decode[0]
+            engine.drops = drops
+            assert [(await fleet.complete(path))[0] for _ in range(2)] == expected
+            assert len(engine.asked) == 4
+            assert json.loads((await fleet.get("/health"))[1])[role] == {engine.url: "ok"}
+
+    run(test())
+
+
 def test_a_stream_that_has_begun_is_not_repeated():
     async def test():
         async with Fleet(None, None) as fleet:

@@ -42,6 +42,10 @@ class ProxyError(Exception):
         self.body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
 
 
+class ConnectionLostError(ProxyError):
+    """A connection to an engine ended before the answer did."""
+
+
 @dataclass
 class Call:
     """A request of a client.
@@ -111,9 +115,14 @@ class Engines:
         return min([*engines[first:], *engines[:first]], key=lambda url: (url == failed, url in self._left_out))
 
     def repeats(self, call: Call, failure: ProxyError) -> bool:
-        """Return whether to ask another engine, once for each request and role."""
+        """Return whether to repeat a request, once for each role: at another engine, if there is another.
+
+        An engine may close an idle connection at the moment when a request is sent. So a single engine is asked again
+        after a lost connection.
+        """
         role, engine = failure.engine
-        if failure.status < 500 or role in call.failed or set(self._roles[role]) == {engine}:
+        alone = role and set(self._roles[role]) == {engine}
+        if failure.status < 500 or role in call.failed or (alone and not isinstance(failure, ConnectionLostError)):
             return False
         call.failed[role] = engine
         return True
@@ -148,10 +157,12 @@ class Engines:
         try:
             yield
         except (aiohttp.ClientError, HttpProcessingError, TimeoutError) as error:
-            if isinstance(error, aiohttp.ClientConnectionError):
-                self._mark(engine, str(error) or type(error).__name__)
             what = "cannot be reached" if outcome == "unreachable" else "broke off its answer"
-            raise ProxyError(502, f"the {role} engine {what}", f"{role}_{outcome}", (role, engine)) from error
+            said = f"the {role} engine {what}", f"{role}_{outcome}", (role, engine)
+            if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
+                self._mark(engine, str(error) or type(error).__name__)
+                raise ProxyError(502, *said) from error
+            raise ConnectionLostError(502, *said) from error
 
     def learn(self, engine: str, params: Mapping[str, Any]) -> None:
         """Store the address of the scheduler that has answered; other connectors return no address."""
