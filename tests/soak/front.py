@@ -45,7 +45,7 @@ class Proxy:
         end = time.monotonic() + seconds
         while True:
             with contextlib.suppress(OSError):
-                self._ask("GET", "/metrics", None, 5).close()
+                self._ask("GET", "/", None, 5).close()  # a 404 at once, where /health waits for engines
                 return self
             if time.monotonic() > end or not self.alive:
                 raise EngineFailed("the proxy does not answer")
