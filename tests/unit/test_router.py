@@ -54,6 +54,7 @@ def test_requests_go_through_both_engines(tmp_path):
                 status, text = await complete(client, stream=stream, kv_transfer_params={"remote_host": "evil"})
                 assert (status, "[DONE]" in text) == (200, stream)
                 assert '"cached_tokens":32' in text
+                assert "remote_host" in text, "clients see parameters that D returns"
             assert [len(engine.asked) for engine in (*prefills, *decodes)] == [2, 2, 2, 2]
             for engine in prefills:
                 assert all(body["kv_transfer_params"] == proxy.PREFILL_PARAMS for _, body, _ in engine.asked)
@@ -128,6 +129,9 @@ def test_engines_get_the_routers_key_and_anyone_may_remove_them(tmp_path):
             for _ in range(2):
                 assert (await complete(client))[0] == 200
             assert len(prefills[1].asked) >= 2
+            for role in ("prefill", "decode"):
+                async with client.post("/workers", json={"url": prefills[0].url, "worker_type": role}) as answer:
+                    assert (answer.status, (await answer.json())["code"]) == (400, "ADD_WORKER_FAILED")
 
     asyncio.run(asyncio.wait_for(test(), 240))
 
