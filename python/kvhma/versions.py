@@ -37,13 +37,18 @@ def install_command(extra: str) -> str:
 
     The metadata of the installed kvhma names the packages. A kvhma that is only on the path has no metadata.
     """
-    try:
-        found = requires("kvhma") or []
-    except PackageNotFoundError:
-        found = []
-    marked = [row.partition(";") for row in found]
-    needed = [name.strip() for name, _, marker in marked if re.search(rf"extra == ['\"]{extra}['\"]", marker)]
+    needed = requirements(extra)
     return f"pip install {shlex.join(needed)}" if needed else f"pip install '.[{extra}]' in a checkout of kvhma"
+
+
+def requirements(extra: str = "") -> list[str]:
+    """Return what the installed kvhma requires for an extra, or always; nothing if it has no metadata."""
+    try:
+        rows = [row.partition(";") for row in requires("kvhma") or []]
+    except PackageNotFoundError:
+        return []
+    of = [(name.strip(), re.search(r"extra == ['\"](\w+)['\"]", marker)) for name, _, marker in rows]
+    return [name for name, marked in of if (marked[1] if marked else "") == extra]
 
 
 def is_newer_than_tested(vllm: str) -> bool:
@@ -55,3 +60,8 @@ def series(version: str) -> tuple[int, int]:
     """Return the first two numbers of a version; zeros without such numbers."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def numbers(version: str) -> list[int]:
+    """Return all numbers of a version, which do not depend on how it writes a candidate."""
+    return [int(number) for number in re.findall(r"\d+", version)]

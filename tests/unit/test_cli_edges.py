@@ -85,6 +85,7 @@ def test_the_package_runs() -> None:
         (("plan", "gemma-3-4b", "--format=json", "--prefill", "tp=0"), "usage", "tp=0"),
         (("diff", "/none", "/none", "--json"), "unknown-model", "'/none'"),
         (("explain", "--json"), "usage", "MODEL"),
+        (("explain", "--json", "--"), "usage", "MODEL"),
     ],
 )
 def test_an_error_is_json_too(arguments: tuple[str, ...], code: str, text: str) -> None:
@@ -99,10 +100,17 @@ def test_an_error_without_json_is_a_line() -> None:
     assert "no built-in model" in refused("plan", "nope", "--format", "csv")
 
 
+def test_options_of_engines_do_not_ask_for_json() -> None:
+    """Formerly `--json` after `--`, which is for the engines, turned the error of `serve-pair` into JSON."""
+    for option in (("--json",), ("--format", "json")):
+        assert "'0'" in refused("serve-pair", "m", "--port", "'0'", "--", *option)
+
+
 # --- doctor --for ----------------------------------------------------------------------------------------------------
 
 
 def doctor_rows(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, list[str]]:
+    monkeypatch.setattr(doctor, "requirements", lambda *_extra: [])
     monkeypatch.setattr(doctor, "installed", lambda *_names: None)
     monkeypatch.setattr(doctor, "look_at_host", lambda: [Row("memlock", "ok", "unlimited")])
     done = cli("doctor", "--json", *arguments)
@@ -110,10 +118,46 @@ def doctor_rows(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, 
 
 
 def test_a_laptop_without_engines_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor_rows(monkeypatch, "--for", "cli") == (0, ["kvhma"])
-    assert doctor_rows(monkeypatch, "--for", "library") == (1, ["kvhma", "memlock", "NIXL"])
-    everything = (1, ["kvhma", "memlock", "NIXL", "vLLM", "connector"])
+    assert doctor_rows(monkeypatch, "--for", "cli") == (0, ["kvhma", "command line"])
+    assert doctor_rows(monkeypatch, "--for", "library") == (1, ["kvhma", "command line", "memlock", "NIXL"])
+    everything = (1, ["kvhma", "command line", "memlock", "NIXL", "vLLM", "connector"])
     assert doctor_rows(monkeypatch, "--for", "vllm") == doctor_rows(monkeypatch) == everything
+
+
+@pytest.mark.parametrize(
+    ("versions", "state", "found"),
+    [
+        ({}, "ok", "numpy 1.24, click 8.10.0, rich 15.0.0"),
+        ({"click": "8.3.2"}, "failed", "needed: click >= 8.3.3"),
+        ({"numpy": "1.23.9", "rich": "12.6"}, "failed", "needed: numpy >= 1.24, rich >= 13"),
+        ({"rich": None}, "missing", "rich not installed"),
+    ],
+)
+def test_packages_of_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str | None], state: str, found: str
+) -> None:
+    """Formerly `--for cli` could not fail."""
+    of: dict[str, str | None] = {"numpy": "1.24", "click": "8.10.0", "rich": "15.0.0", **versions}
+    needed = {"": ["numpy>=1.24"], "cli": ["click>=8.3.3", "rich>=13,<20"]}
+    monkeypatch.setattr(doctor, "requirements", lambda extra="": needed[extra])
+    monkeypatch.setattr(doctor, "installed", lambda name: (name, of[name]) if of.get(name) else None)
+    done = cli("doctor", "--for", "cli", "--json")
+    row = done.form["checks"][1]
+    assert (row["name"], row["state"], done.code) == ("command line", state, 0 if state == "ok" else 1)
+    assert row["found"].endswith(found)
+    assert bool(row["fix"]) == (state != "ok")
+    assert not row["fix"] or row["fix"] == "pip install 'numpy>=1.24' 'click>=8.3.3' 'rich>=13,<20'"
+
+
+@pytest.mark.parametrize(("package", "state"), [("0.0.9", "failed"), ("1.0.0rc2", "ok"), ("1.0.0", "failed")])
+def test_the_extension_is_that_of_the_package(monkeypatch: pytest.MonkeyPatch, package: str, state: str) -> None:
+    """An update that was stopped in the middle leaves files of two versions. Cargo writes rc2 as -rc.2."""
+    monkeypatch.setattr(doctor, "__version__", "1.0.0-rc.2")
+    monkeypatch.setattr(doctor, "requirements", lambda *_extra: [])
+    monkeypatch.setattr(doctor, "installed", lambda name: (name, package))
+    done = cli("doctor", "--for", "cli", "--json")
+    assert (done.form["checks"][0]["state"], done.code) == (state, 0 if state == "ok" else 1)
+    assert package in done.form["checks"][0]["found"] or state == "ok"
 
 
 # --- keys and items --------------------------------------------------------------------------------------------------
@@ -145,6 +189,10 @@ def test_an_empty_item(text: str) -> None:
 
 
 # --- a pipe as MODEL -------------------------------------------------------------------------------------------------
+
+
+def test_help_names_the_pipe() -> None:
+    assert "- reads either file from the standard input" in cli("plan", "--help").words
 
 
 def pipe(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:

@@ -52,7 +52,8 @@ def app() -> None:
 
 def run(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line. An error in the input becomes one line, or JSON with ``--json``, and exit code 2."""
-    words = sys.argv[1:] if arguments is None else arguments
+    given = sys.argv[1:] if arguments is None else arguments
+    words = given[: given.index("--")] if "--" in given else given  # serve-pair: engines get what follows
     as_json = "--json" in words or "json" in re.findall(r"--format[= ](\w+)", " ".join(words))
     try:
         # Shell completion looks for this name, however the command was started.

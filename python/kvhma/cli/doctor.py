@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,16 @@ from kvhma.cli.live_engine import HostPort, access_options, read_access
 from kvhma.cli.subprocess import process, receive
 from kvhma.errors import KvhmaError
 from kvhma.nixl.library import import_nixl
-from kvhma.versions import NIXL_INSTALL, NIXL_LEAST, NIXL_STRIDED, VLLM, is_newer_than_tested, series
+from kvhma.versions import (
+    NIXL_INSTALL,
+    NIXL_LEAST,
+    NIXL_STRIDED,
+    VLLM,
+    is_newer_than_tested,
+    numbers,
+    requirements,
+    series,
+)
 
 Purpose: TypeAlias = Literal["cli", "library", "vllm"]
 
@@ -58,10 +68,11 @@ def doctor(
     """Check what this machine has, and what is missing.
 
     NIXL, its backends, transports and open ports, network cards, GPU links, memlock, vLLM, and a transfer between two
-    processes. A laptop for plans needs none of them: --for cli. With --peer also the path to a live engine: its name,
-    its port, and whether its advertised address leads to it from this host. Then whether both have the same secret,
-    versions, model and caches. Nothing is changed. Exit code 0: all is there. 1: something is missing or failed; each
-    line says what installs or fixes it. With -q only those lines are printed.
+    processes. A laptop for plans needs none of them: --for cli checks only kvhma and the packages of this command.
+    With --peer also the path to a live engine: its name, its port, and whether its advertised address leads to it from
+    this host. Then whether both have the same secret, versions, model and caches. Nothing is changed. Exit code 0: all
+    is there. 1: something is missing or failed; each line says what installs or fixes it. With -q only those lines are
+    printed.
     """
     if peer is None and (read or any(given.values())):
         raise click.UsageError("--read, --secret-file and --settings are for --peer")
@@ -83,7 +94,8 @@ def doctor(
 
 def look(purpose: Purpose) -> Iterator[Row]:
     """Run the checks for a purpose one after the other."""
-    yield Row("kvhma", "ok", f"{__version__}, Python {platform.python_version()}, numpy {version('numpy')}")
+    yield _kvhma()
+    yield _packages()
     if purpose == "cli":
         return
     yield from look_at_host()
@@ -111,6 +123,38 @@ def installed(*names: str) -> tuple[str, str] | None:
         except PackageNotFoundError:
             continue
     return None
+
+
+def _kvhma() -> Row:
+    """Compare the compiled extension with the package whose files load it."""
+    text = f"{__version__}, Python {platform.python_version()}"
+    found = installed("kvhma")
+    if found is None:
+        return Row("kvhma", "note", f"{text}; not installed as a package, so its requirements are unknown")
+    if numbers(found[1]) != numbers(__version__):
+        fix = "install kvhma again, with pip's --force-reinstall and --no-deps"
+        return Row("kvhma", "failed", f"{text}: the compiled extension; the package is {found[1]}", fix)
+    return Row("kvhma", "ok", text)
+
+
+def _packages() -> Row:
+    """Check the packages that the command line imports, and their minimum versions."""
+    name, needed = "command line", [*requirements(), *requirements("cli")]
+    fix = f"pip install {shlex.join(needed)}"
+    lacking, old, texts = [], [], []
+    for row in needed:
+        package, *minimum = re.split("[<>=!~ ]+", row.partition(",")[0])
+        found = installed(package)
+        if found is None:
+            lacking.append(package)
+            continue
+        texts.append(f"{package} {found[1]}")
+        if minimum and numbers(found[1]) < numbers(minimum[0]):
+            old.append(f"{package} >= {minimum[0]}")
+    if lacking:
+        return Row(name, "missing", f"{' and '.join(lacking)} not installed", fix)
+    text = ", ".join(texts) or "no known requirement"
+    return Row(name, "failed", f"{text}; needed: {', '.join(old)}", fix) if old else Row(name, "ok", text)
 
 
 def _nixl() -> Row:

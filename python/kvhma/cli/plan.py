@@ -43,8 +43,8 @@ def plan(request: Path | None, link: Path | None, style: str, quiet: bool, **giv
     No engine, GPU or network is needed.
 
     MODEL is a Hugging Face id or a name that `kvhma models` lists, a config.json or the directory it is in, or a
-    geometry as JSON, which then is both sides. Groups, tensors and block sizes are derived as vLLM's hybrid KV cache
-    manager (HMA) derives them.
+    geometry as JSON, which then is both sides. A single - reads either file from the standard input. Groups, tensors
+    and block sizes are derived as vLLM's hybrid KV cache manager (HMA) derives them.
 
     \b
     kvhma plan google/gemma-3-27b-it --prefill tp=2 --decode tp=4 --tokens 8k
