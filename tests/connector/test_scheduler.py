@@ -731,3 +731,10 @@ def test_parameters_from_where_they_may_not_come(p, make, monkeypatch, allowed):
     assert d.take_stats().data["refused_sources"] == {"not_allowed": 1}
     assert "allowed_prefill_engines" in failure_of(d, asked).text
     assert said == [], "no peer was asked"
+
+
+def test_the_allowed_sources_are_made_once(make):
+    """Formerly each request made them anew, from settings that do not change."""
+    one = make()
+    assert one.context.sources is one.context.sources
+    assert one.context.sources == one.context.settings.sources(has_secret=one.context.secrets.enabled)

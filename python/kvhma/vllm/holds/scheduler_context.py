@@ -35,6 +35,7 @@ class SchedulerContext:
         geometry: caches of the first worker; None until the workers have registered them.
         manager: vLLM's block manager; None until vLLM has bound it.
         partial_hits: whether a hit of its prefix cache may end inside a block.
+        sources: the engines that requests may be loaded from.
         prompts: digests of prompts.
         peers: ask other engines.
     """
@@ -47,19 +48,16 @@ class SchedulerContext:
     geometry: Geometry | None = None
     manager: KVCacheManager | None = None
     partial_hits: bool = False
+    sources: AllowedSources = field(init=False)
     prompts: PromptDigests = field(init=False)
     peers: Peers = field(init=False)
 
     def __post_init__(self) -> None:
         """Start without threads."""
+        self.sources = self.settings.sources(has_secret=self.secrets.enabled)
         # With `model_id`, the paths of equal adapters may differ.
         self.prompts = PromptDigests(adapter_paths=self.settings.model_id is None)
         self.peers = Peers(self.settings.handshake_timeout, self.secrets, self.stats, self.sources)
-
-    @property
-    def sources(self) -> AllowedSources:
-        """The engines that requests may be loaded from."""
-        return self.settings.sources(has_secret=self.secrets.enabled)
 
     def transfer_tables(self, tables: Sequence[Sequence[int]]) -> list[list[int]]:
         """Return the block tables of the groups that are transferred."""
