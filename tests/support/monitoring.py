@@ -12,7 +12,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 DASHBOARD = EXAMPLES / "grafana/kvhma.json"
 RULES = EXAMPLES / "prometheus/kvhma-alerts.yml"
 
-_NAME = re.compile(r"(?<![\w:])vllm:\w+")
+_NAME = re.compile(r"(?<![\w:])(?:vllm:|vllm_router_)\w+")
 
 
 def dashboard_queries() -> list[tuple[str, str]]:

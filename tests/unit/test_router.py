@@ -8,6 +8,7 @@ import json
 import re
 from contextlib import asynccontextmanager
 
+import aiohttp
 import pytest
 
 pytest.importorskip("yaml", reason="make dev installs it")
@@ -18,6 +19,7 @@ from aiohttp.test_utils import TestServer
 from kvhma import proxy
 from kvhma.cli.serve_pair import free_ports
 from support.fleet import PARAMS, Engine, usage
+from support.monitoring import alert_queries, metrics_of
 from support.router import ROUTER, Cluster, command_of_kubernetes, pod, started, status_of
 
 pytestmark = pytest.mark.skipif(ROUTER is None, reason="needs vllm-router: pip install '.[router]'")
@@ -66,6 +68,41 @@ def test_requests_go_through_both_engines(tmp_path):
                 engine.status, engine.error = 404, {"message": "m", "type": "NotFoundError", "param": "model"}
             status, text = await complete(client)
             assert (status, json.loads(text)) == (404, {"error": decodes[0].error})
+
+    asyncio.run(asyncio.wait_for(test(), 240))
+
+
+def test_the_metrics_of_the_alerts_are_there(tmp_path):
+    """A counter begins with its first event, and a health check may leave an engine out before: so it is repeated."""
+    health, *errors = (
+        f"vllm_router_{name}" for name in ("worker_health", "pd_prefill_errors_total", "pd_decode_errors_total")
+    )
+    named = {
+        metric for _, query in alert_queries() for metric in metrics_of(query) if metric.startswith("vllm_router_")
+    }
+    assert named == {health, *errors}
+
+    async def test():
+        async with routed(tmp_path) as (prefills, decodes, client, process), aiohttp.ClientSession() as session:
+
+            async def samples():
+                async with session.get(f"http://127.0.0.1:{process.args[-1]}/metrics") as answer:
+                    found = re.findall(r'^(\w+)\{worker="([^"]+)"\} (\d+)$', await answer.text(), re.MULTILINE)
+                return {(name, worker): int(value) for name, worker, value in found if name in named}
+
+            for engine, name in zip((prefills[0], decodes[1]), errors, strict=True):
+                while (name, engine.url) not in await samples():
+                    engine.status = 500
+                    for _ in range(4):
+                        await complete(client)
+                    engine.status = 200
+                    while await status_of(client, "/health") != 200:
+                        await asyncio.sleep(0.05)
+            gone = decodes[0].url
+            await decodes[0].server.close()
+            while (await samples())[health, gone]:
+                await asyncio.sleep(0.05)
+            assert [(await samples())[health, engine.url] for engine in (*prefills, decodes[1])] == [1, 1, 1]
 
     asyncio.run(asyncio.wait_for(test(), 240))
 
