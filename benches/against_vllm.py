@@ -738,8 +738,8 @@ def requests() -> None:
         "with its copies and checks. vLLM's functions always start from lists. The three functions and `DescriptorOrder` give "
         "vLLM's own ids and, as vLLM, pair lists by their ends. The *floor* is a copy of the live integers and a fill of "
         "memory that is as large as the output; from lists, reading them is added. The floor of a *call* is numpy's copy of "
-        "both results to new arrays, two calls; for three functions also a view and a copy for each group of both sides, which "
-        "they return. From lists, reading them is added. Memory and objects limit the rows that are far from the floor and "
+        "both results to new arrays, two calls. Three functions also return a view and an array for each group, so their "
+        "call's floor has these too. From lists, reading them is added. Memory and objects limit the rows that are far from the floor and "
         "near the call.",
     )
     table(

@@ -55,7 +55,9 @@ fuzz_target!(|input: Input| {
     if let Ok(clips) = ids::clips(groups.len(), &numbers, &optional) {
         for (clip, ids) in clips.iter().zip(&groups) {
             let entries = clip.entries(ids.len(), BlockIds::Wide(ids).leading(null));
-            assert!(ids[entries].first().is_none_or(|&id| Some(id) != null || clip.speculative.is_some() || clip.keep > 0));
+            assert!(
+                ids[entries].first().is_none_or(|&id| Some(id) != null || clip.speculative.is_some() || clip.keep > 0)
+            );
         }
     }
     for list in &groups {

@@ -2,7 +2,7 @@
 //! Two engines with the same model and a request between them, made of bytes. Most cases are valid: the model is drawn
 //! first, then each engine lays it out in its own way. A few numbers are spoiled at the end.
 use arbitrary::{Arbitrary, Result, Unstructured};
-use kvhma_core::Span;
+use kvhma_core::{Span, SpanIds};
 use serde_json::{Value, json};
 
 /// What the plan target runs.
@@ -19,7 +19,7 @@ pub struct Case {
 impl Case {
     /// The form of tests/attacks/corpus.
     pub fn to_json(&self) -> Value {
-        let spans = |spans: &[Span]| spans.iter().map(|span| json!([span.first, span.ids])).collect::<Vec<_>>();
+        let spans = |spans: &[Span]| spans.iter().map(|span| json!([span.first, wide_ids(span)])).collect::<Vec<_>>();
         json!({
             "local": self.local,
             "remotes": self.remotes,
@@ -299,6 +299,8 @@ impl Engine<'_> {
                     let place = u.choose_index(ids.len())?;
                     ids[place] = number(u)? as i64;
                 }
+                let narrow: Result<Vec<i32>, _> = ids.iter().map(|&id| i32::try_from(id)).collect();
+                let ids = if u.arbitrary()? { narrow.map_or_else(|_| ids.into(), Into::into) } else { ids.into() };
                 Ok(Span { first: if one_in(u, 40)? { number(u)? } else { first }, ids })
             })
             .collect()
@@ -361,5 +363,13 @@ impl Arbitrary<'_> for Case {
         }
         let descriptor_bytes = *u.choose(&[0, 1, 16, 1 << 17, u64::MAX])?;
         Ok(Self { local, remotes, descriptor_bytes, num_tokens, local_spans, remote_spans })
+    }
+}
+
+/// A span's ids of either width.
+pub fn wide_ids(span: &Span) -> Vec<i64> {
+    match &span.ids {
+        SpanIds::Narrow(ids) => ids.iter().map(|&id| id.into()).collect(),
+        SpanIds::Wide(ids) => ids.clone(),
     }
 }

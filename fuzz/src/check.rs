@@ -3,10 +3,12 @@
 use std::sync::Arc;
 
 use kvhma_core::lowlevel::ids;
-use kvhma_core::{Class, Descriptor, Error, Geometry, Ids, Plan, PlanOptions, Severity, Span, Transfer, View, validate};
+use kvhma_core::{
+    Class, Descriptor, Error, Geometry, Ids, Plan, PlanOptions, Severity, Span, Transfer, View, validate,
+};
 use serde_json::Value;
 
-use crate::case::Case;
+use crate::case::{Case, wide_ids};
 
 /// More kernel blocks than this are left out: they take long, as they should.
 const MAX_KERNEL_BLOCKS: u64 = 1 << 14;
@@ -157,7 +159,7 @@ fn same_words(local: &Geometry, remote: &Geometry) {
 fn kernel_blocks(geometry: &Geometry, spans: &[Span]) -> u64 {
     let lists = geometry.groups().iter().zip(spans);
     lists
-        .map(|(group, span)| group.kernel_blocks_per_block.saturating_mul(span.ids.len() as u64))
+        .map(|(group, span)| group.kernel_blocks_per_block.saturating_mul(wide_ids(span).len() as u64))
         .fold(0, u64::saturating_add)
 }
 
