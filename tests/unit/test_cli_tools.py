@@ -217,7 +217,7 @@ Legend:
     ("prints", "state", "found"),
     [
         (TOPOLOGY.format(far="NV18"), "ok", "NVLink between all of 3 GPUs"),
-        (TOPOLOGY.format(far="SYS"), "note", "no NVLink: GPU0-GPU2 SYS, GPU1-GPU2 SYS; without RDMA"),
+        (TOPOLOGY.format(far="SYS"), "note", "no NVLink: GPU0-GPU2 SYS, GPU1-GPU2 SYS; without CUDA IPC or RDMA"),
         ("\tGPU0\tCPU Affinity\nGPU0\t X \t0-3\n", "note", "names no two GPUs"),
         ("", "note", "names no two GPUs"),
         (None, "note", "not installed"),
