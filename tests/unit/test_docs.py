@@ -40,6 +40,7 @@ REFERENCE += ["changes-0.1.0", "vllm-settings"]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+")
 CONFIG = re.compile(r"\{\"kv_connector\":[^{}]*\}")
+DRAWN = re.compile(r"--+>|\+--+|\|\s{3,}\||\[ ?[a-z]+ ?\] +\[")
 LINK = re.compile(r"\]\(([^)#\s]*)(#[^)]*)?\)")
 
 
@@ -169,6 +170,14 @@ def test_commands_in_sentences_have_their_options(page):
             parser.parse_args([*arguments])
         except click.BadOptionUsage:  # the sentence names the last option, without a value
             parser.parse_args([*arguments, "VALUE"])
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/architecture.md"])
+def test_a_drawing_fits_a_telephone(page):
+    """Drawings of letters have arrows, corners, bars or rows of boxes. That of developers has a table beside it."""
+    drawn = [block.text for block in blocks(page) if block.language == "text" and DRAWN.search(block.text)]
+    assert all(len(line) <= 40 for text in drawn for line in text.splitlines())
+    assert page != "README.md" or drawn
 
 
 @pytest.mark.parametrize("page", scripts())
