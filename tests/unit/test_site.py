@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -55,6 +56,27 @@ addEventListener("load", () => {
 </script>"""
 
 
+# The theme's worker, in the page itself: each question and each answer is a message of the window to itself.
+SEARCH = """<pre id="answer"></pre><script>WORKER</script><script>
+const index = INDEX, words = WORDS, found = [];
+addEventListener("message", ({data: {type, data}}) => {
+  if (type == 3) found.push(data.items.map(([page]) => page.location));
+  if (found.length == words.length) document.getElementById("answer").textContent = JSON.stringify(found);
+  else if (type == 1 || type == 3) postMessage({type: 2, data: words[found.length]});
+});
+postMessage({type: 0, data: {config: index.config, docs: index.docs, options: {suggest: false}}});
+</script>"""
+WORDS = {
+    "timeout": "troubleshooting.html",
+    "secret": "security.html",
+    "lease": "leases.html",
+    "block size": "benchmarks.html",
+    "sliding window": "hybrid.html",
+    "TLS": "security.html",
+}
+"""A page that has to be among the first four results of each word."""
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if MKDOCS is None:
@@ -88,7 +110,7 @@ def test_no_table_is_cut_off(site: Path, tmp_path: Path, width: int) -> None:
 @needs_browser
 @pytest.mark.parametrize("width", [1280, 390])
 def test_no_command_and_no_picture_is_cut_off(site: Path, tmp_path: Path, width: int) -> None:
-    """On a laptop and on a telephone. Drawings of letters need a laptop: on a telephone they scroll."""
+    """On a laptop and on a telephone, where architecture's drawing scrolls. test_docs.py measures the others."""
     found = look(sorted(site.rglob("*.html")), width, tmp_path)
     assert found["code"] == []
     assert width == 390 or found["drawings"] == []
@@ -107,6 +129,22 @@ def test_every_page_names_version_and_repository(site: Path) -> None:
         assert re.search(rf"<title>.*kvhma {re.escape(kvhma.__version__)}</title>", text), page
         assert 'href="https://github.com/kvhma/kvhma"' in text, page
     assert (site / "search/search_index.json").stat().st_size > 100_000
+
+
+@needs_browser
+def test_search_finds_guides_first(site: Path, tmp_path: Path) -> None:
+    """Formerly the first result for "timeout" was a property of the API, and that for "block size" a bench."""
+    (worker,) = (site / "assets/javascripts/workers").glob("search*.js")
+    page = SEARCH.replace("WORDS", json.dumps([*WORDS])).replace("WORKER", worker.read_text(encoding="utf-8"))
+    index = (site / "search/search_index.json").read_text(encoding="utf-8").replace("</", "<\\/")
+    (tmp_path / "page.html").write_text(page.replace("INDEX", index, 1))
+    for (word, expected), found in zip(
+        WORDS.items(), answer(tmp_path / "page.html", "--virtual-time-budget=60000"), strict=True
+    ):
+        pages = [location.partition("#")[0] for location in found]
+        assert expected in pages[:4], word
+        last = [name.startswith(("api", "benches/")) for name in pages]
+        assert last == sorted(last), (word, pages)
 
 
 @needs_browser
