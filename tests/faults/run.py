@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 from pathlib import Path
 
@@ -21,8 +20,6 @@ from support.link import Fault, Link
 
 REQUESTS = tuple(kind for kind in KINDS if kind not in PROXIED)
 """Clients are outside the two namespaces, where they do not reach the engines' HTTP servers."""
-UCX_END = re.compile(r"ucp_request\.inl:\d+ +Fatal: unexpected error: Endpoint timeout|ucp_worker_discard_uct_ep")
-"""What UCX writes when it ends an engine that has lost a connection from a reader: docs/security.md."""
 
 
 class LinkedSlot(Slot):
@@ -31,12 +28,6 @@ class LinkedSlot(Slot):
     def explains(self, since: float, until: float) -> bool:
         # There is a fault every few seconds, and TCP may send nothing for two minutes after it.
         return True
-
-    def note_crash(self) -> None:
-        if words := UCX_END.search(self.engine.log.read_text(errors="replace")):
-            self.journal.note("fact", text=f"{self.name}, life {self.life}, was ended by UCX: {words[0]}")
-        else:
-            super().note_crash()
 
 
 class Ends(Hosts):
@@ -76,7 +67,7 @@ class LinkedRun(Run):
 
     def kinds(self, model: str) -> Kinds:
         caching = {"enable_prefix_caching": True}
-        # Resets of connections that read in both directions end engines in more ways than `UCX_END` knows.
+        # Resets of connections that read in both directions end engines in more ways than `soak.fleet.UCX_END` knows.
         settings = {"piece_tokens": 64, "bidirectional_kv_xfer": False}
         return {
             "p1": (1, "recompute", settings, caching),
