@@ -111,14 +111,14 @@ impl ViewTable {
     fn gather<'a>(&self, by_pair: &'a [PairsByCut]) -> Vec<Cow<'a, [PackedPair]>> {
         let gather = |fillers: &Vec<PairCut>| {
             let lists: Vec<&[PackedPair]> = fillers.iter().map(|of| by_pair[of.group_pair].get(of.cut)).collect();
-            if let [pairs] = lists[..]
-                && is_ascending(pairs)
-            {
-                return Cow::Borrowed(pairs);
+            match lists[..] {
+                [pairs] if is_ascending(pairs) => Cow::Borrowed(pairs),
+                _ => {
+                    let mut pairs = lists.concat();
+                    sort(&mut pairs);
+                    Cow::Owned(pairs)
+                }
             }
-            let mut pairs = lists.concat();
-            sort(&mut pairs);
-            Cow::Owned(pairs)
         };
         self.fillers.iter().map(gather).collect()
     }
