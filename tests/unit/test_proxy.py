@@ -374,6 +374,43 @@ def test_each_request_has_a_ticket_of_its_own():
     run(test())
 
 
+def test_a_repeat_goes_one_after_the_other():
+    """The address that the decode engine got with the ticket may be the reason for the repeat."""
+
+    async def test():
+        async with Fleet(tickets=True) as fleet:
+            await fleet.complete()
+            fleet.decode[0].drops = 1
+            assert (await fleet.complete())[0] == 200
+            given = [body["kv_transfer_params"] for _, body, _ in fleet.decode[0].asked]
+            assert ["kvhma_ticket" in params for params in given] == [False, True, False]
+
+    run(test())
+
+
+def test_an_answer_that_breaks_off_is_not_asked_for_again():
+    async def test():
+        async with Fleet() as fleet:
+            fleet.decode[0].status, fleet.decode[0].error = 400, "x" * (2 << 20)
+            assert (await fleet.complete())[0] == 502
+            assert len(fleet.decode[0].asked) == 1
+
+    run(test())
+
+
+def test_a_request_that_aiohttp_refuses_is_answered(caplog):
+    async def test():
+        async with Fleet() as fleet:
+            url = fleet.client._base_url
+            reader, writer = await asyncio.open_connection(url.host, url.port)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: bogus\r\nContent-Length: 2\r\n\r\n{}")
+            assert b" 417 " in await reader.readline()
+            writer.close()
+
+    run(test())
+    assert "Traceback" not in caplog.text
+
+
 def test_samples_go_one_after_the_other():
     async def test():
         async with Fleet(tickets=True) as fleet:

@@ -44,7 +44,7 @@ class Answer:
         return self._answer.content_type == "text/event-stream"
 
     async def begin(self) -> Answer:
-        """Read what the client gets first: until then another engine may answer in its place."""
+        """Read what the client gets first: until then an engine may be asked once more."""
         try:
             with self._engines.watched("decode", self._engine):
                 self._first = await (self._event() if self.is_stream else read_all(self._answer, MAX_ANSWER_BYTES))

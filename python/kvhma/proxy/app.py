@@ -87,7 +87,8 @@ class Proxy:
             return await self._complete_all(request, call, body, prompts)
         if self._turns is not None:
             call.chat = chat_in(body)
-            call.last_turn = self._turns.take(call.chat, call.headers)
+            if not is_computed_by_decode(plain(body)):
+                call.last_turn = self._turns.take(call.chat, call.headers)
         async with contextlib.aclosing(await self._complete(call, body)) as answer:
             return await self._pass_on(request, call, answer)
 
@@ -110,7 +111,9 @@ class Proxy:
             return await self._decode(call, body)
         if call.prefill is None:
             engine = self._engines.choose("prefill", call)
-            if self._tickets and options.get("n", 1) == 1 and (address := self._engines.address_of(engine)):
+            # A repeat goes one after the other: the address may be the reason.
+            may_follow = self._tickets and not call.failed and options.get("n", 1) == 1
+            if may_follow and (address := self._engines.address_of(engine)):
                 return await self._follow(call, engine, body, address)
             computing = asyncio.create_task(self._prefill(call, engine, body, call.last_turn or PREFILL_PARAMS))
             await computing
@@ -304,7 +307,8 @@ async def with_call(
 
 async def add_id(request: web.Request, answer: web.StreamResponse) -> None:
     """Add the request's id to the headers of its answer."""
-    answer.headers["X-Request-Id"] = request[CALL].id
+    if (call := request.get(CALL)) is not None:  # aiohttp refuses some requests before they have one
+        answer.headers["X-Request-Id"] = call.id
 
 
 def make_app(

@@ -43,7 +43,7 @@ class ProxyError(Exception):
 
 
 class ConnectionLostError(ProxyError):
-    """A connection to an engine ended before the answer did."""
+    """A connection to an engine ended before the answer began."""
 
 
 @dataclass
@@ -161,8 +161,9 @@ class Engines:
             said = f"the {role} engine {what}", f"{role}_{outcome}", (role, engine)
             if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
                 self._mark(engine, str(error) or type(error).__name__)
-                raise ProxyError(502, *said) from error
-            raise ConnectionLostError(502, *said) from error
+            elif isinstance(error, aiohttp.ClientConnectionError):
+                raise ConnectionLostError(502, *said) from error
+            raise ProxyError(502, *said) from error
 
     def learn(self, engine: str, params: Mapping[str, Any]) -> None:
         """Store the address of the scheduler that has answered; other connectors return no address."""
