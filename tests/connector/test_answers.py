@@ -501,8 +501,9 @@ def test_whatever_a_client_says_of_an_answer_p_computes(make):
 
 
 def test_an_engine_that_may_not_be_read_from(chat):
-    settings = chat.p.kvhma.context.settings
-    chat.p.kvhma.context.settings = replace(settings, allowed_prefill_engines=())
+    context = chat.p.kvhma.context
+    settings = replace(context.settings, allowed_prefill_engines=())
+    context.sources = settings.sources(has_secret=context.secrets.enabled)
     said, params = chat.turn(chat.words(100))
     chat.turn(said + chat.words(5), params)
     assert chat.p.counts.loads == 0
