@@ -110,6 +110,7 @@ async def _serve_http(engine: Any, model: str, address: tuple[str, int]) -> None
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     given = ["--model", model, "--served-model-name", "tiny", "--disable-uvicorn-access-log"]
+    given += ["--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(given)
     await build_and_serve(engine, f"{address[0]}:{address[1]}", socket.create_server(address), arguments)
 
