@@ -30,7 +30,7 @@ from handoffs.pairs import ENV, transfer
 from handoffs.tables import EVEN, HIT, OURS, THEIRS, compared, rotated
 from support.engines import Engine, Zygote, make_models
 from support.engines.engine import free_port
-from support.engines.zygote import ENVIRONMENT, engine_python
+from support.engines.zygote import ENVIRONMENT
 from support.handoff import arguments
 from support.tokenizer import with_tokenizer
 from support.waiting import until
@@ -41,13 +41,6 @@ SETTINGS = {OURS: OURS, TICKETS: OURS, EVEN: EVEN, THEIRS: THEIRS, WITHOUT_HMA: 
 
 SAME = {"enable_prefix_caching": False, "kv_cache_memory_bytes": 256 << 20, "skip_tokenizer_init": False}
 HOST = "127.0.0.1"
-CLIENT = """
-import argparse
-from vllm.benchmarks.serve import add_cli_args, main
-parser = argparse.ArgumentParser()
-add_cli_args(parser)
-main(parser.parse_args())
-"""
 
 
 class Workload(NamedTuple):
@@ -89,7 +82,7 @@ class Column:
     port: int
 
     def ask(
-        self, folder: Path, model: Path, workload: Workload, at_once: int, requests: int, seed: int
+        self, zygote: Zygote, folder: Path, model: Path, workload: Workload, at_once: int, requests: int, seed: int
     ) -> dict[str, Any]:
         """Run vLLM's client once; return what it measured.
 
@@ -116,10 +109,14 @@ class Column:
         }
         words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
         flags = ["--ignore-eos", "--save-result", "--save-detailed", "--disable-tqdm"]
-        command = [engine_python(), "-c", CLIENT, *words, *flags]
-        done = subprocess.run(command, check=False, capture_output=True, text=True, env=os.environ | ENVIRONMENT)
-        if done.returncode:
-            raise RuntimeError(done.stderr[-2000:])
+        log = folder / "client.log"
+        log.unlink(missing_ok=True)
+        _, connection = zygote.fork("handoffs.serve_client:run", log=log, words=[*words, *flags])
+        with connection:
+            try:
+                connection.recv()
+            except EOFError:
+                raise RuntimeError(log.read_text()[-2000:]) from None
         found = json.loads((folder / "result.json").read_text())
         if found["completed"] != requests:
             failed = next(filter(None, found["errors"]), "")
@@ -258,7 +255,7 @@ def measure(
         running = [engine for column in found.values() for engine in column.engines]
         for column in columns:  # the first run of engines does much for the first time
             with alone(found[column].engines, running):
-                found[column].ask(folder, model, WORKLOADS[0], 4, 8, 0)
+                found[column].ask(zygote, folder, model, WORKLOADS[0], 4, 8, 0)
         for number in range(options.rounds):
             for index in options.workloads:
                 for at_once in options.at_once:
@@ -270,7 +267,7 @@ def measure(
                     for column in rotated(columns, start + number):
                         with alone(found[column].engines, running):
                             seed = 1000 * start + number
-                            result = found[column].ask(folder, model, workload, at_once, requests, seed)
+                            result = found[column].ask(zygote, folder, model, workload, at_once, requests, seed)
                         table.found.setdefault(column, []).append(result)
                         print(f"{title}: {column}: {result['request_throughput']:.2f}/s", file=sys.stderr, flush=True)
 

@@ -93,7 +93,7 @@ def bodies() -> list[dict[str, Any]]:
 
 
 class Front:
-    """The router, the engines behind it, and a plain engine's answers to all bodies."""
+    """The router, its engines, and a plain engine's answers to all bodies."""
 
     def __init__(self, zygote: Zygote, model: Path, logs: Path, stack: ExitStack) -> None:
         self.zygote, self.model, self.logs, self.stack = zygote, model, logs, stack
