@@ -5,7 +5,7 @@ All columns serve the same random prompts in turns, and the engines of the other
 is one run of each column; ratios are taken within a round. Prints Markdown, which is benches/RESULTS_SERVE.md. Needs the
 engines of `make e2e`, and `tests` on the path.
 
-    python benches/serve.py [--models gemma3 DIRECTORY ...] [--at-once 1 10 32] [--starts 3] [--requests 80]
+    python benches/serve.py [--models gemma3 DIRECTORY ...] [--cells 0:10 0:32 ...] [--starts 3] [--requests 80]
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from handoffs.alone import alone
+from handoffs.bars import draw
 from handoffs.pairs import ENV, transfer
 from handoffs.tables import EVEN, HIT, OURS, THEIRS, compared, rotated
 from support.engines import Engine, Zygote, make_models
@@ -192,6 +193,15 @@ class Table:
             lines.append(f"| {measure.what} | {' | '.join(cells)} |")
         return "\n".join(lines)
 
+    def requests(self) -> dict[str, float]:
+        """Requests a second of each column: medians."""
+        key = MEASURES[0].key
+        return {
+            column: statistics.median(found[key] for found in self.found[column])
+            for column in COLUMNS
+            if column in self.found
+        }
+
     def _cell(self, measure: Measure, column: str) -> str:
         values = [found[measure.key] for found in self.found[column]]
         shown = f"{statistics.median(values):,.2f}{measure.unit}"
@@ -208,8 +218,8 @@ HEAD = """\
 
 Made by `benches/serve.py` (`make bench-serve`): `vllm bench serve` asks P and D through `kvhma.proxy`, or one engine
 directly. Prompts are random, and lengths vary by half. Prefix caches are off. The machine is shared and noisy, so ratios
-count: above 1 is better for kvhma in each row. Brackets have the quartiles of the ratios of {rounds} rounds of
-{starts} starts; with 1 between them it is a tie.
+count: above 1 is better for kvhma in each row. Brackets have the quartiles of the ratios of {rounds} rounds,
+in {starts} starts of all engines; with 1 between them it is a tie.
 
 *NixlConnector* is vLLM's as it is, and its progress threads spin. *Even terms* is the same class, whose threads sleep as
 kvhma's do. *Without HMA* starts it with `--disable-hybrid-kv-cache-manager`. *One engine* has all cores and no hand-off.
@@ -217,19 +227,30 @@ kvhma's do. *Without HMA* starts it with `--disable-hybrid-kv-cache-manager`. *O
 {machine}"""
 
 
+CELLS = "0 short prompts or 1 long prompts, a colon, and how many are asked at a time"
+
+
+def cell(text: str) -> tuple[int, int]:
+    workload, _, at_once = text.partition(":")
+    return int(workload), int(at_once)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="vllm bench serve, beside vLLM's own connector.")
     parser.add_argument("--models", nargs="*", default=["gemma3", "nemotron_h"], help="tiny models, or directories")
-    parser.add_argument("--at-once", nargs="*", type=int, default=[1, 10, 32])
+    parser.add_argument(
+        "--cells", nargs="*", type=cell, default=[(w, c) for w in (0, 1) for c in (1, 10, 32)], help=CELLS
+    )
     parser.add_argument("--columns", nargs="*", default=[*COLUMNS], choices=COLUMNS)
-    parser.add_argument("--workloads", nargs="*", type=int, default=[0, 1], help="0 short prompts, 1 long prompts")
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=1, help="of each start")
     parser.add_argument("--requests", type=int, default=80, help="of a run; a tenth if one is asked at a time")
+    parser.add_argument("--picture", type=Path, help="an SVG of the requests a second")
     options = parser.parse_args()
     env = {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{Path(__file__).resolve().parent}"}
     machine = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores for engines, proxy and client"
     print(HEAD.format(rounds=options.starts * options.rounds, starts=options.starts, machine=machine), flush=True)
+    shown: dict[str, dict[str, float]] = {}
     for name in options.models:
         tables: dict[tuple[int, int], Table] = {}
         for start in range(options.starts):
@@ -237,6 +258,10 @@ def main() -> None:
                 measure(zygote, Path(made), name, start, options, tables)
         for table in tables.values():
             print(table.markdown(), flush=True)
+            shown[table.title] = table.requests()
+    if options.picture:
+        about = "Requests a second through P and D, medians; more is better. The scale of each block is its own."
+        options.picture.write_text(draw("Serving, by vLLM's own client", about, shown, "{:.2f}/s".format))
 
 
 def measure(
@@ -257,19 +282,18 @@ def measure(
             with alone(found[column].engines, running):
                 found[column].ask(zygote, folder, model, WORKLOADS[0], 4, 8, 0)
         for number in range(options.rounds):
-            for index in options.workloads:
-                for at_once in options.at_once:
-                    workload = WORKLOADS[index]
-                    title = f"{Path(name).name}, {workload.name}: {workload.tokens_in:,} tokens in, "
-                    title += f"{workload.tokens_out} out, {at_once} at a time"
-                    table = tables.setdefault((index, at_once), Table(title))
-                    requests = options.requests if at_once > 1 else max(1, options.requests // 10)
-                    for column in rotated(columns, start + number):
-                        with alone(found[column].engines, running):
-                            seed = 1000 * start + number
-                            result = found[column].ask(zygote, folder, model, workload, at_once, requests, seed)
-                        table.found.setdefault(column, []).append(result)
-                        print(f"{title}: {column}: {result['request_throughput']:.2f}/s", file=sys.stderr, flush=True)
+            for index, at_once in options.cells:
+                workload = WORKLOADS[index]
+                title = f"{Path(name).name}, {workload.name}: {workload.tokens_in:,} tokens in, "
+                title += f"{workload.tokens_out} out, {at_once} at a time"
+                table = tables.setdefault((index, at_once), Table(title))
+                requests = options.requests if at_once > 1 else max(1, options.requests // 10)
+                for column in rotated(columns, start + number):
+                    with alone(found[column].engines, running):
+                        seed = 1000 * start + number
+                        result = found[column].ask(zygote, folder, model, workload, at_once, requests, seed)
+                    table.found.setdefault(column, []).append(result)
+                    print(f"{title}: {column}: {result['request_throughput']:.2f}/s", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from kvhma.cli.svg import COLUMN, Drawing
 
 _LEFT, _RIGHT, _LINE = 190, 90, 16
 
 
-def draw(title: str, about: str, groups: Mapping[str, Mapping[str, float]]) -> str:
-    """An SVG: a block for each group, in it a bar for each way, with its seconds. Each block has its own scale."""
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms"
+
+
+def draw(
+    title: str,
+    about: str,
+    groups: Mapping[str, Mapping[str, float]],
+    show: Callable[[float], str] = milliseconds,
+) -> str:
+    """An SVG: a block for each group, in it a bar for each way, with its value. Each block has its own scale."""
     drawing = Drawing(COLUMN, title, about)
     drawing.text(12, 26, title, "head")
     drawing.text(12, 46, about, "small soft")
@@ -19,11 +28,11 @@ def draw(title: str, about: str, groups: Mapping[str, Mapping[str, float]]) -> s
     for name, of in groups.items():
         drawing.text(12, y, name)
         scale = (COLUMN - _LEFT - _RIGHT) / (max(of.values()) or 1.0)
-        for color, (way, seconds) in enumerate(of.items()):
+        for color, (way, value) in enumerate(of.items()):
             y += _LINE
-            shown = f"{seconds * 1e3:,.0f} ms"
+            shown = show(value)
             drawing.text(_LEFT - 8, y, way, "end small")
-            drawing.rect(_LEFT, y - _LINE + 6, seconds * scale, _LINE - 5, f"c{color}", f"{name}, {way}: {shown}")
-            drawing.text(_LEFT + seconds * scale + 6, y, shown, "small soft")
+            drawing.rect(_LEFT, y - _LINE + 6, value * scale, _LINE - 5, f"c{color}", f"{name}, {way}: {shown}")
+            drawing.text(_LEFT + value * scale + 6, y, shown, "small soft")
         y += 2 * _LINE
     return drawing.svg(y)
