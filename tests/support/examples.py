@@ -59,8 +59,8 @@ def kubernetes_files() -> list[Path]:
     return sorted(path for path in KUBERNETES.rglob("*.yaml") if path.name != "kustomization.yaml")
 
 
-def kubernetes_objects(overlay: str | None = None) -> list[dict[str, Any]]:
-    """The objects of all files, or those that kustomize makes of an overlay."""
+def kubernetes_objects(overlay: str | Path | None = None) -> list[dict[str, Any]]:
+    """The objects of all files, or those that kustomize makes of an overlay, which may be in another folder."""
     if overlay is None:
         return [made for path in kubernetes_files() for made in yaml.safe_load_all(path.read_text())]
     command = [str(shutil.which("kubectl")), "kustomize", str(KUBERNETES / overlay)]

@@ -27,6 +27,7 @@ from support.examples import (
     script_command,
     transfer_config,
 )
+from support.monitoring import alert_queries, metrics_of
 
 needs_kubectl = pytest.mark.skipif(
     shutil.which("kubectl") is None, reason="no kubectl: apt-get install kubernetes-client"
@@ -213,6 +214,9 @@ def ports_of(pod):
 
 OUTSIDE = ({"llm-d-router-standalone": "kvhma-epp"},)
 """Labels of pods that other projects start."""
+PROMETHEUS = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+METRICS_AT = {"vllm": "--port", "vllm-router": "--prometheus-port"}
+"""By program the option that names the port of its metrics."""
 
 
 def dangling(made):
@@ -273,11 +277,35 @@ def dangling(made):
             for subject in one["subjects"]:
                 named(subject["kind"], subject["name"], where)
         elif kind == "Deployment":
-            check_deployment(one, pod_commands(made)[one["metadata"]["name"]], check, chosen, named, where)
+            command = pod_commands(made)[one["metadata"]["name"]]
+            options = {word.partition("=")[0]: word.partition("=")[2] for word in command if word.startswith("--")}
+            check_deployment(one, command, options, check, chosen, named, where)
+            check_metrics(one["spec"]["template"], options[METRICS_AT[command[0]]], made, check, where)
     return found
 
 
-def check_deployment(one, command, check, chosen, named, where):
+def check_metrics(pod, number, made, check, where):
+    """Prometheus scrapes a port with metrics once, since sums would count two scrapes, and a policy lets it in."""
+    ports, labels = ports_of(pod), pod["metadata"]["labels"].items()
+
+    def specs(kind, selector):
+        return [
+            one["spec"]
+            for one in made
+            if one["kind"] == kind and one["spec"][selector]["matchLabels"].items() <= labels
+        ]
+
+    check(int(number) in ports.values(), where, "serves metrics at", number)
+    with_metrics = [name for name, port in ports.items() if port == int(number) or name == "metrics"]
+    endpoints = [one["port"] for spec in specs("PodMonitor", "selector") for one in spec["podMetricsEndpoints"]]
+    scraped = [port for port in endpoints if port in ports]
+    check(with_metrics == scraped, where, "has metrics at", with_metrics, "and is scraped at", scraped)
+    rules = [rule for spec in specs("NetworkPolicy", "podSelector") for rule in spec["ingress"]]
+    allowed = [port["port"] for rule in rules if PROMETHEUS in rule["from"] for port in rule["ports"]]
+    check(with_metrics == allowed, where, "has metrics at", with_metrics, "and lets Prometheus in at", allowed)
+
+
+def check_deployment(one, command, options, check, chosen, named, where):
     pod = one["spec"]["template"]
     check(pod in chosen(one["spec"]["selector"], where), where, "does not select its own pods")
     if "serviceAccountName" in pod["spec"]:
@@ -291,13 +319,12 @@ def check_deployment(one, command, check, chosen, named, where):
         if probe in container:
             check(container[probe]["httpGet"]["port"] in ports_of(pod), where, probe)
     check("$(" not in " ".join(command), where, "a variable has no value")
-    options = {word.partition("=")[0]: word.partition("=")[2] for word in command if word.startswith("--")}
     stop = container["lifecycle"]["preStop"]["sleep"]["seconds"]
     left = pod["spec"]["terminationGracePeriodSeconds"] - stop - int(options.get("--shutdown-timeout", 0))
     check(left >= 15, where, "is killed before it ends")
     check(ports_of(pod)[container["ports"][0]["name"]] == int(options["--port"]), where, "port", options["--port"])
     if command[0] == "vllm-router":
-        check(ports_of(pod)["metrics"] == int(options["--prometheus-port"]), where, "metrics")
+        check(options.get("--prometheus-host") == "0.0.0.0", where, "serves its metrics to its own host only")
         check(
             container["readinessProbe"]["httpGet"]["path"] == "/readiness", where, "is not ready if one engine is gone"
         )
@@ -332,7 +359,7 @@ def put(path, value):
     def change(one):
         for key in keys:
             one = one[int(key) if key.isdigit() else key]
-        one[int(last) if last.isdigit() else last] = value
+        one[int(last) if last.isdigit() else last.replace("~1", "/")] = value
 
     return change
 
@@ -348,12 +375,20 @@ WRONG = {
     ("NetworkPolicy", "engines"): [
         put("spec/ingress/1/ports/0/port", "api"),
         put("spec/podSelector/matchLabels/app", "x"),
+        put("spec/podSelector/matchLabels/role", "decode"),
+        put("spec/ingress/1/ports/0/port", "side-channel"),
+        put("spec/ingress/1/from/0/namespaceSelector/matchLabels/kubernetes.io~1metadata.name", "x"),
     ],
+    ("NetworkPolicy", "router"): [put("spec/ingress/1/ports/0/port", "api")],
     ("NetworkPolicy", "from-router"): [put("spec/ingress/0/from/0/podSelector/matchLabels/role", "proxy")],
     ("PodMonitor", "kvhma"): [
         put("spec/jobLabel", "app"),
         put("spec/podMetricsEndpoints/1/port", "prometheus"),
         put("spec/selector/matchLabels/app", "x"),
+        put("spec/podMetricsEndpoints", [{"port": "http"}]),
+        put("spec/podMetricsEndpoints", [{"port": "metrics"}]),
+        put("spec/podMetricsEndpoints", [{"port": "http"}, {"port": "metrics"}, {"port": "metrics"}]),
+        put("spec/selector/matchLabels/engine", "true"),
     ],
     ("PodDisruptionBudget", "prefill"): [put("spec/selector/matchLabels/role", "p")],
     ("RoleBinding", "router"): [put("roleRef/name", "x"), put("subjects/0/name", "x")],
@@ -363,6 +398,7 @@ WRONG = {
         put("spec/selector/matchLabels/role", "decode"),
         put(f"{POD}/containers/0/envFrom/0/configMapRef/name", "x"),
         put(f"{POD}/containers/0/ports/0/containerPort", 8100),
+        put(f"{POD}/containers/0/ports/1/name", "metrics"),
         put(f"{POD}/containers/0/livenessProbe/httpGet/port", "api"),
         put(f"{POD}/containers/0/lifecycle/preStop/sleep/seconds", 5),
         put(f"{POD}/terminationGracePeriodSeconds", 60),
@@ -372,6 +408,7 @@ WRONG = {
         put(f"{POD}/serviceAccountName", "default"),
         put(f"{POD}/containers/0/readinessProbe/httpGet/path", "/health"),
         put(f"{POD}/containers/0/ports/1/containerPort", 9090),
+        put(f"{POD}/containers/0/args/18", "--prometheus-host=127.0.0.1"),
         put(f"{POD}/containers/0/args/6", "--service-discovery-port=8100"),
         put(f"{POD}/containers/0/args/9", "role=decode"),
     ],
@@ -396,19 +433,23 @@ def test_a_name_that_leads_nowhere_is_found():
 
 
 @needs_kubectl
-def test_in_kubernetes_prometheus_reaches_all_metrics():
+def test_every_program_whose_metrics_an_alert_asks_is_in_kubernetes():
+    asked = {metric for _, query in alert_queries() for metric in metrics_of(query)}
+    programs = {"vllm-router" if metric.startswith("vllm_router_") else "vllm" for metric in asked}
     made = kubernetes_objects("router")
-    allowed = set()
-    for one in made:
-        if one["kind"] == "NetworkPolicy":
-            for rule in one["spec"]["ingress"]:
-                if {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}} in rule[
-                    "from"
-                ]:
-                    allowed |= {port["port"] for port in rule["ports"]}
-    (monitor,) = (one for one in made if one["kind"] == "PodMonitor")
-    assert allowed == {endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]} == {"http", "metrics"}
+    assert programs == METRICS_AT.keys() == {command[0] for command in pod_commands(made).values()}
     assert len([one for one in made if one["kind"] == "PodDisruptionBudget"]) == len(pods(made)) == 3
+
+
+@needs_kubectl
+def test_without_the_prometheus_operator_only_its_object_is_left_out(tmp_path):
+    shutil.copytree(EXAMPLES / "kubernetes", tmp_path, dirs_exist_ok=True)
+    for overlay in OVERLAYS:
+        path = tmp_path / overlay / "kustomization.yaml"
+        path.write_text(re.sub(r"^components: .*\n", "", path.read_text(), flags=re.MULTILINE))
+        assert kubernetes_objects(tmp_path / overlay) == [
+            one for one in kubernetes_objects(overlay) if one["kind"] != "PodMonitor"
+        ]
 
 
 def test_in_compose_only_the_router_is_where_clients_are():
