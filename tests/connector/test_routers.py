@@ -204,12 +204,13 @@ def answers(url: str) -> bool:
 
 @contextlib.contextmanager
 def rust(folder: Path) -> Iterator[Trip]:
-    router = shutil.which("vllm-router")
-    if router is None:
+    from support.router import ROUTER
+
+    if ROUTER is None:
         pytest.skip("needs vllm-router: pip install vllm-router")
     with engine() as p, engine() as d, (folder / "log").open("w") as log:
         own, port = f"http://127.0.0.1:{(at := free_port())}", str(at)
-        command = [router, "--host", "127.0.0.1", "--port", port, "--prometheus-port", str(free_port())]
+        command = [ROUTER, "--host", "127.0.0.1", "--port", port, "--prometheus-port", str(free_port())]
         command += ["--vllm-pd-disaggregation"]
         for role, server in (("--prefill", p), ("--decode", d)):
             command += [role, f"http://127.0.0.1:{server.server_address[1]}"]

@@ -8,7 +8,9 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import aiohttp
 from aiohttp import web
@@ -17,7 +19,8 @@ from aiohttp.test_utils import TestServer
 from kvhma.cli.serve_pair import free_ports
 from support.examples import kubernetes_objects, pod_commands
 
-ROUTER = shutil.which("vllm-router")
+ROUTER = shutil.which("vllm-router", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])))
+"""That of this environment first: no shell has to have activated it."""
 
 
 def command_of_kubernetes(port):
@@ -41,7 +44,7 @@ async def started(command, tmp_path, environment):
                     await asyncio.sleep(0.05)
                 yield client, process
         finally:
-            process.terminate()
+            process.kill()  # also a router that waits for an answer
 
 
 async def status_of(client, path, method="GET"):

@@ -157,7 +157,7 @@ def test_engines_are_a_pair(started, how):
 
 @pytest.mark.parametrize("how", ["systemd", "compose", "kubernetes"])
 def test_the_router_takes_its_arguments(started, how):
-    launch = pytest.importorskip("vllm_router.launch_router", reason="needs vllm-router: pip install '.[router]'")
+    launch = pytest.importorskip("vllm_router.launch_router", reason="make dev installs it")
     program, *words = of(started, how, "router")
     assert program.rpartition("/")[2] == "vllm-router"
     options = launch.parse_router_args(words)

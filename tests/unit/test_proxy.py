@@ -10,6 +10,7 @@ import logging
 import pytest
 
 aiohttp = pytest.importorskip("aiohttp", reason="make dev installs it")
+pytest.importorskip("msgspec", reason="make dev installs it")
 
 from kvhma import proxy
 from support.fleet import PARAMS, Fleet, run, usage

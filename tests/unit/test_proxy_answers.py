@@ -16,8 +16,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 aiohttp = pytest.importorskip("aiohttp", reason="make dev installs it")
-
-import msgspec
+msgspec = pytest.importorskip("msgspec", reason="make dev installs it")
 
 from kvhma.proxy import Turns, answers, bodies, engines
 from support.fleet import PARAMS, Engine, Fleet, run, usage

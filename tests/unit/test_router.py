@@ -8,11 +8,11 @@ import json
 import re
 from contextlib import asynccontextmanager
 
-import aiohttp
 import pytest
 
-pytest.importorskip("yaml", reason="make dev installs it")
-pytest.importorskip("aiohttp", reason="make dev installs it")
+aiohttp = pytest.importorskip("aiohttp", reason="make dev installs it")
+for name in ("msgspec", "yaml"):
+    pytest.importorskip(name, reason="make dev installs it")
 
 from aiohttp.test_utils import TestServer
 
@@ -22,7 +22,7 @@ from support.fleet import PARAMS, Engine, usage
 from support.monitoring import alert_queries, metrics_of
 from support.router import ROUTER, Cluster, command_of_kubernetes, pod, started, status_of
 
-pytestmark = pytest.mark.skipif(ROUTER is None, reason="needs vllm-router: pip install '.[router]'")
+pytestmark = pytest.mark.skipif(ROUTER is None, reason="no vllm-router: make dev installs it")
 
 CHECKS = "--health-check-interval-secs 1 --health-failure-threshold 1 --worker-startup-check-interval 1"
 
