@@ -25,6 +25,7 @@ class Engine:
         self.status, self.usage, self.error = 200, usage, "no such model"
         self.params = PARAMS | {"remote_prefill_cached_tokens": 0}
         self.choices = None
+        self.event_end = b"\n\n"
         self.breaks = self.hangs = False
         self.drops = 0
         self.ended = asyncio.Event()
@@ -73,6 +74,12 @@ class Engine:
             raise
         if self.status != 200:
             return web.json_response({"error": self.error}, status=self.status)
+        if self.breaks and not body.get("stream"):
+            cut = web.StreamResponse(headers={"Content-Type": "application/json"})
+            await cut.prepare(request)
+            await cut.write(b'{"choices": [')
+            request.transport.abort()
+            return cut
         if not body.get("stream"):
             choices = self.choices or [{"index": index, "text": "a"} for index in range(body.get("n", 1))]
             return web.json_response({"choices": choices, "usage": self.usage, "kv_transfer_params": self.params})
@@ -81,7 +88,7 @@ class Engine:
         try:
             for index in range(body.get("n", 1)):
                 event = {"choices": self.choices or [{"index": index, "text": "a"}], "kv_transfer_params": self.params}
-                await events.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+                await events.write(b"data: " + json.dumps(event).encode() + self.event_end)
             if self.hangs:
                 await asyncio.sleep(60)
         finally:
@@ -89,8 +96,8 @@ class Engine:
         if self.breaks:
             request.transport.abort()
             return events
-        usage = json.dumps({"choices": [], "usage": self.usage}).encode()
-        await events.write(b"data: " + usage + b"\n\ndata: [DONE]\n\n")
+        for last in (json.dumps({"choices": [], "usage": self.usage}).encode(), b"[DONE]"):
+            await events.write(b"data: " + last + self.event_end)
         return events
 
 

@@ -10,8 +10,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import zlib
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 
@@ -267,6 +269,74 @@ def test_no_request_makes_an_engine_seem_dead(head):
     run(test())
 
 
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r", b"\r\n\n"])
+def test_events_are_passed_on_as_they_come(end):
+    """Formerly the client got nothing before the end of a stream whose lines do not end in a line feed alone."""
+
+    async def test():
+        async with Fleet(usage(48)) as fleet:
+            fleet.decode[0].event_end, fleet.decode[0].hangs = end, True
+            async with fleet.client.post("/v1/completions", json={"prompt": "a", "stream": True}) as answer:
+                event = await asyncio.wait_for(answer.content.readany(), 5)
+                assert json.loads(event.removeprefix(b"data: "))["choices"]
+                assert b"remote_host" not in event
+            fleet.decode[0].hangs = False
+            for prompt in ("a", ["a", "b"]):
+                status, text = await fleet.complete(prompt=prompt, stream=True)
+                assert (status, cached(events_in(text)[-1]), text.count("[DONE]")) == (200, 0, 1)
+
+    run(test())
+
+
+def answer_of(chunks):
+    """A stream that arrives in chunks, and the chunks that are not read yet."""
+    left = list(reversed(chunks))
+
+    async def readany():
+        return left.pop() if left else b""
+
+    of_engine = SimpleNamespace(
+        content=SimpleNamespace(readany=readany), content_type="text/event-stream", status=200, headers={}
+    )
+    return answers.Answer(engines.Engines([], []), engines.Call("", {}), "d", of_engine), left
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r"])
+def test_an_event_ends_wherever_its_bytes_are_cut(end):
+    events = [b": ping" + end, b"event: a\ndata: {}" + end, b"data: 3" + end, b"data: cut"]
+    text = b"".join(events)
+
+    async def read(chunks):
+        answer, left = answer_of(chunks)
+        await answer.begin()
+        async for event in answer.events():
+            yield event, sum(map(len, left))
+
+    async def test():
+        after = [len(text) - sum(map(len, events[: count + 1])) for count in range(len(events))]
+        one_by_one = [pair async for pair in read([text[at : at + 1] for at in range(len(text))])]
+        assert one_by_one == list(zip(events, after, strict=True)), "each as soon as its last byte is there"
+        for cut in range(1, len(text)):
+            assert [event async for event, _ in read([text[:cut], text[cut:]])] == events
+
+    run(test())
+
+
+def test_a_long_event_is_read_in_linear_time():
+    """Formerly each chunk copied all that was read before: seconds for 32 MiB, in which no other stream continued."""
+
+    async def seconds(size):
+        answer, _ = answer_of([b"x" * 65536] * (size // 65536) + [b"\n\n"])
+        begun = time.thread_time()
+        await answer.begin()
+        return time.thread_time() - begun
+
+    async def test():
+        assert min([await seconds(16 << 20) for _ in range(3)]) < 8 * min([await seconds(4 << 20) for _ in range(3)])
+
+    run(test())
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_answers_have_a_bound(stream, monkeypatch):
     monkeypatch.setattr(answers, "MAX_EVENT_BYTES", 20)
@@ -387,6 +457,17 @@ def test_a_stream_that_has_begun_is_not_repeated():
             status, text = await fleet.complete(stream=True)
             assert (status, "decode_lost" in text) == (200, True)
             assert sum(len(engine.asked) for engine in fleet.decode) == 1
+
+    run(test())
+
+
+@pytest.mark.parametrize(("engines", "expected"), [(1, (502, [1])), (2, (200, [1, 1]))])
+def test_an_answer_that_is_cut_comes_from_another_engine(engines, expected):
+    async def test():
+        async with Fleet(*[None] * engines) as fleet:
+            fleet.decode[0].breaks = True
+            status, _ = await fleet.complete()
+            assert (status, [len(engine.asked) for engine in fleet.decode]) == expected
 
     run(test())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -18,6 +19,8 @@ MAX_ANSWER_BYTES = 256 << 20
 MAX_EVENT_BYTES = 64 << 20
 _CHANGED = (b'"cached_tokens"', b'"kv_transfer_params"')
 """What changes an event. In the text of an answer the quotation marks are escaped."""
+_EVENT_END = re.compile(rb"\n\r?\n|\r\r")
+"""An empty line. Lines of a stream may end in LF, CR LF or CR."""
 
 
 class Answer:
@@ -32,7 +35,7 @@ class Answer:
     def __init__(self, engines: Engines, call: Call, engine: str, answer: aiohttp.ClientResponse) -> None:
         """Store where the answer comes from."""
         self._engines, self._call, self._engine, self._answer = engines, call, engine, answer
-        self._first = b""
+        self._first, self._read = b"", bytearray()
         self._has_usage = False
         self.status = answer.status
         self.headers = {"Content-Type": answer.headers.get("Content-Type", "application/json")}
@@ -44,7 +47,11 @@ class Answer:
         return self._answer.content_type == "text/event-stream"
 
     async def begin(self) -> Answer:
-        """Read what the client gets first: until then an engine may be asked once more."""
+        """Read what the client gets first: until then an engine may be asked once more.
+
+        An answer that is no stream is read as a whole. vLLM sends it in one piece, with what has to be changed at its
+        end: `usage` and `kv_transfer_params` come after the choices. If it breaks off, another engine can answer.
+        """
         try:
             with self._engines.watched("decode", self._engine):
                 self._first = await (self._event() if self.is_stream else read_all(self._answer, MAX_ANSWER_BYTES))
@@ -54,7 +61,20 @@ class Answer:
         return self
 
     async def _event(self) -> bytes:
-        return await self._answer.content.readuntil(b"\n\n", max_size=MAX_EVENT_BYTES)
+        """Return the next event, or what the stream ends with. An event may be long: only new bytes are searched."""
+        searched = 0
+        while True:
+            end = _EVENT_END.search(self._read, searched)
+            length = end.end() if end else len(self._read)
+            if length > MAX_EVENT_BYTES:
+                raise aiohttp.ClientPayloadError(f"an event is longer than {MAX_EVENT_BYTES} bytes")
+            chunk = b"" if end else await self._answer.content.readany()
+            if not chunk:
+                event = bytes(self._read[:length])
+                del self._read[:length]
+                return event
+            self._read += chunk
+            searched = max(0, length - 2)
 
     async def whole(self) -> bytes:
         """Return an answer that is no stream."""

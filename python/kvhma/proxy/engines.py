@@ -118,7 +118,7 @@ class Engines:
         """Return whether to repeat a request, once for each role: at another engine, if there is another.
 
         An engine may close an idle connection at the moment when a request is sent. So a single engine is asked again
-        after a lost connection.
+        after a lost connection. An engine that died while it computed looks the same, and may get a request twice.
         """
         role, engine = failure.engine
         alone = role and set(self._roles[role]) == {engine}
