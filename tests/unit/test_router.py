@@ -68,6 +68,11 @@ def test_requests_go_through_both_engines(tmp_path):
                 engine.status, engine.error = 404, {"message": "m", "type": "NotFoundError", "param": "model"}
             status, text = await complete(client)
             assert (status, json.loads(text)) == (404, {"error": decodes[0].error})
+            for engine in decodes:
+                engine.status, engine.drops = 200, 1
+                engine.asked.clear()
+            assert (await complete(client))[0] == 500
+            assert sum(len(engine.asked) for engine in decodes) == 1, "it repeats no request"
 
     asyncio.run(asyncio.wait_for(test(), 240))
 
