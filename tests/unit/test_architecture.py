@@ -64,6 +64,25 @@ def test_the_picture_has_the_rooms_of_the_check():
     assert {name for name in drawn if not re.search(rf"\b{name}\b", picture)} <= left_out
 
 
+def test_the_page_says_which_parts_use_each_other():
+    """Formerly an arrow led from the oracle to the models, which it does not use."""
+    layers = program("tools/layers.py")
+    folder = "python/kvhma"
+    used: dict[str, set[str]] = {}
+    for arrow in layers.read_python(ROOT, folder).arrows:
+        user, target = layers.room_of(arrow.file, folder), layers.room_of(arrow.target, folder)
+        used.setdefault(user, set()).add(target)
+    rows = re.findall(
+        r"^\| \*\*(\w+)\*\* \| [^|]+ \| ([^|]*)\|$",
+        PAGE.partition("| upper half |")[2].partition("\n\n")[0],
+        re.MULTILINE,
+    )
+    upper = dict(rows)
+    assert upper.keys() == {"cli", "proxy", "vllm", "torch", "oracle", "nixl", "tensors", "models"}
+    for name, users in rows:
+        assert set(users.replace(",", "").split()) == used[name] & upper.keys() - {name}, name
+
+
 def test_one_request_names_classes_that_are_there_once():
     page = (ROOT / "docs/one-request.md").read_text(encoding="utf-8")
     found: dict[str, list[ast.ClassDef]] = {}

@@ -28,6 +28,8 @@ from support.cli_run import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+OF_THE_SITE = [*PAGES, "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
+OF_THE_SITE += sorted(f"benches/{path.name}" for path in (ROOT / "benches").glob("*.md"))
 NOT_RUN = {"chmod", "curl", "eval", "hf", "make", "openssl", "pip", "vllm"}
 """Starts of lines that a block may have which is not run, and files of examples/ and tools/."""
 EXAMPLE = re.compile(r"^(?:[A-Z_]+=\S* )*(?:python )?((?:examples|tools)/[\w./-]+)")
@@ -40,7 +42,9 @@ REFERENCE += ["changes-0.1.0", "vllm-settings"]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+")
 CONFIG = re.compile(r"\{\"kv_connector\":[^{}]*\}")
-DRAWN = re.compile(r"--+>|\+--+|\|\s{3,}\||\[ ?[a-z]+ ?\] +\[")
+DRAWN = re.compile(r"--+>|\+--+|\|\s{3,}\||\[ ?[a-z]+ ?\] +\[|^[A-Z] +\| ", re.MULTILINE)
+COLUMNS = re.compile(r"^.*\S {5,}\S.*\n.*\S {5,}\S|^ +\^", re.MULTILINE)
+NUMBERS = re.compile(r"(?: {2,}\d+){4}$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#\s]*)(#[^)]*)?\)")
 
 
@@ -172,12 +176,26 @@ def test_commands_in_sentences_have_their_options(page):
             parser.parse_args([*arguments, "VALUE"])
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/architecture.md"])
+def drawings(page):
+    """Texts with arrows, corners, bars or rows of boxes, and those with columns that no program prints.
+
+    All other texts are wrapped in a narrow window, and stay readable.
+    """
+    texts = [block for block in blocks(page) if block.language == "text"]
+    printed = [block.text for block in texts if block.follows or NUMBERS.search(block.text)]
+    return [b.text for b in texts if DRAWN.search(b.text) or (COLUMNS.search(b.text) and b.text not in printed)]
+
+
+@pytest.mark.parametrize("page", OF_THE_SITE)
 def test_a_drawing_fits_a_telephone(page):
-    """Drawings of letters have arrows, corners, bars or rows of boxes. That of developers has a table beside it."""
-    drawn = [block.text for block in blocks(page) if block.language == "text" and DRAWN.search(block.text)]
-    assert all(len(line) <= 40 for text in drawn for line in text.splitlines())
-    assert page != "README.md" or drawn
+    assert all(len(line) <= 40 for text in drawings(page) for line in text.splitlines())
+
+
+def test_drawings_are_found():
+    assert {page for page in OF_THE_SITE if drawings(page)} >= {
+        "README.md",
+        *(f"docs/{name}.md" for name in ("architecture", "following", "geometry", "next-turn", "other-engines")),
+    }
 
 
 @pytest.mark.parametrize("page", scripts())
