@@ -18,14 +18,16 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 AT_THE_ROOT = {"index.md": "README.md"} | {name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")}
-BOOSTS = {"troubleshooting.md": 3, "vllm-settings.md": 2, "changes-0.1.0.md": 0.2}
-"""How much a page counts in the search. What operators look for comes first."""
-LAST, LAST_BOOST = ("api", "benches/"), 1e-4
+DOORS = {"Run it": 3, "See it": 3, "Trust it": 0.5, "Work on it": 0.3}
+BOOSTS = {"troubleshooting.md": 9, "hybrid.md": 9, "vllm-settings.md": 6, "changes-0.1.0.md": 0.2}
+"""How much pages count in the search, by their door or alone. What operators look for comes first."""
+LAST, LAST_BOOST = ("api", "benches/"), 1e-5
 """Pages that come after all others, and their boost. A word in a title counts 1,000 times, and names are titles."""
 _OF_ROOT = re.compile(r"(\]\(|src=\")docs/")
 # The README is also read on a package index, so its links are absolute.
 _ABSOLUTE = re.compile(r"\]\(https://(?:github|raw\.githubusercontent)\.com/kvhma/kvhma/(?:blob/)?main/")
 _ABOVE_DOCS = re.compile(r"\]\(\.\./")
+_BESIDE_DOCS = re.compile(r"\]\(\.\./docs/")
 _VERSION = re.compile(r'^version = "(.*)"$', re.MULTILINE)
 _ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):(?=<code>|<a )")
 
@@ -51,10 +53,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Turn links between files into links between pages, and give the widest table the whole window."""
     if page.file.src_uri == "compatibility.md":
         page.meta["hide"] = ["navigation", "toc"]
-    usual = LAST_BOOST if page.file.src_uri.startswith(LAST) else 1
+    door = page.ancestors[-1].title if page.ancestors else None
+    usual = LAST_BOOST if page.file.src_uri.startswith(LAST) else DOORS.get(door, 1)
     page.meta["search"] = {"boost": BOOSTS.get(page.file.src_uri, usual)}
     if page.file.src_uri in AT_THE_ROOT:
         return _OF_ROOT.sub(r"\1", _ABSOLUTE.sub("](", markdown))
+    if page.file.src_uri.startswith("benches/"):
+        return _BESIDE_DOCS.sub("](../", markdown)
     return _ABOVE_DOCS.sub("](", markdown)
 
 
