@@ -204,11 +204,3 @@ def test_links_lead_somewhere(page):
         assert (ROOT / target).is_file(), target
         names = re.findall(r"^#+ (.*)$", (ROOT / target).read_text(encoding="utf-8"), re.MULTILINE)
         assert not heading or heading in {name.lower().replace(" ", "-") for name in names}, heading
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_what_pages_name_exists(page):
-    text = (ROOT / page).read_text(encoding="utf-8")
-    assert {name for line in re.findall(r"\bmake ([a-z][a-z0-9 -]*)", text) for name in line.split()[:1]} <= targets()
-    for path in re.findall(r"`((?:tests|tools|docs|python|rust)/[\w/.*-]+)`", text):
-        assert list(ROOT.glob(path)), path
