@@ -313,6 +313,7 @@ def test_links_lead_somewhere(page):
             continue
         file = (ROOT / page).parent / target if target else ROOT / page
         assert file.exists(), target
+        assert anchor or file != ROOT / page, f"{target}: the page itself"
         assert not anchor or file.suffix != ".md" or anchor[1:] in anchors(file), f"{target}{anchor}"
 
 
