@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of examples/: vLLM accepts their options, and the connector their settings."""
+"""The commands of examples/ and of pages: vLLM accepts their options, and the connector their settings."""
 
 from __future__ import annotations
 
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import click
 import pytest
 
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
@@ -11,8 +17,11 @@ try:
     from vllm.entrypoints.common.cli_args import make_arg_parser
 except ImportError:  # vLLM 0.32 and older
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
+import vllm
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from kvhma.cli.app import app
+from kvhma.versions import VLLM_DEFAULT, series
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.wire.params import Address
 from support.examples import commands, transfer_config
@@ -42,3 +51,36 @@ def test_vllm_takes_every_option(tmp_path):
         assert options.port == (8000 if "kubernetes" in name else 8100 if "prefill" in name else 8200)
         assert options.enable_prompt_tokens_details
         assert bool(options.shutdown_timeout) == ("kubernetes" in name)
+
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+
+
+def shown(start):
+    """The commands of pages that begin like that, without it and without comments."""
+    lines = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES).splitlines()
+    found = [line.strip() for line in lines if line.strip().startswith(f"{start} ")]
+    return [shlex.split(line.removeprefix(start), comments=True) for line in found]
+
+
+def test_vllm_takes_the_options_of_pages():
+    """`kvhma serve-pair` passes on what it does not know, a misspelt option of its own too."""
+    parser = make_arg_parser(FlexibleArgumentParser())
+    command = app.commands["serve-pair"]
+    pairs = [
+        command.make_parser(click.Context(command, **command.context_settings)).parse_args(arguments)[1]
+        for arguments in shown("kvhma serve-pair")
+    ]
+    assert len(pairs) >= 2
+    assert len(shown("vllm serve")) >= 4
+    for arguments in [*pairs, *shown("vllm serve")]:
+        assert parser.parse_args(arguments)
+    with pytest.raises(SystemExit):
+        parser.parse_args([*pairs[0], "--prefill-device", "0"])
+
+
+@pytest.mark.skipif(series(vllm.__version__) != series(VLLM_DEFAULT), reason="the page installs another version")
+def test_the_server_of_the_start_page_exists():
+    (module,) = re.findall(r"`python -m (vllm[\w.]+) ", (ROOT / "docs/start.md").read_text(encoding="utf-8"))
+    assert importlib.util.find_spec(module) is not None
