@@ -65,7 +65,7 @@ def shown(start):
 
 
 def test_vllm_takes_the_options_of_pages():
-    """`kvhma serve-pair` passes on what it does not know, a misspelt option of its own too."""
+    """`kvhma serve-pair` passes on what it does not know, a misspelt option of serve-pair too."""
     parser = make_arg_parser(FlexibleArgumentParser())
     command = app.commands["serve-pair"]
     pairs = [

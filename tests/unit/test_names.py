@@ -96,6 +96,14 @@ def test_files(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_names_in_files(page: str) -> None:
+    """`FILE: NAME`."""
+    for file, name in re.findall(r"`([\w/]+\.(?:py|rs)): (\w+)`", text_of(page)):
+        kinds = rf"\b(?:def|class|fn|struct|enum|trait|type|const) {name}\b|^{name}\b"
+        assert re.search(kinds, text_of(file), re.MULTILINE), (file, name)
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_metrics(page: str) -> None:
     for name in re.findall(r"vllm:kvhma_([a-z_]+)", " ".join(spans(page))):
         ends = ("", "_total", "_count", "_sum", "_bucket")
