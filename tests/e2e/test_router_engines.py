@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vllm-router, as examples/kubernetes starts it, before two P and two D: its answers are those of a plain engine."""
+"""vllm-router, as examples/kubernetes starts it, before two P and two D: its answers are those of a plain engine.
+
+Clients are aiohttp, the openai package, vLLM's own benchmark of serving, and hey.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -15,6 +20,7 @@ import pytest
 
 from kvhma.cli.serve_pair import free_ports
 from support.engines import Engine, Zygote
+from support.engines.zygote import ENVIRONMENT, REPO, engine_python
 from support.handoff import arguments, kvhma, prompts
 from support.router import ROUTER, Cluster, command_of_kubernetes, pod, started
 from support.tokenizer import with_tokenizer
@@ -32,6 +38,13 @@ CHOICE = {"type": "function", "function": {"name": "look"}}
 ROLES = {"127.0.0.2": "prefill", "127.0.0.3": "prefill", "127.0.0.4": "decode", "127.0.0.5": "decode"}
 NEW = {"127.0.0.6": "prefill", "127.0.0.7": "decode"}
 PLAIN = "127.0.0.8"
+BENCH = """
+import argparse
+from vllm.benchmarks.serve import add_cli_args, main
+parser = argparse.ArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
 
 
 async def asked(client: Client, body: dict[str, Any]) -> tuple[int, Any]:
@@ -60,6 +73,35 @@ async def cached_tokens(client: Client, stream: bool) -> int:
         assert answer.status == 200, text
     last = text.split("data: ")[-2] if stream else text
     return int(json.loads(last)["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+async def said(*command: object) -> str:
+    """What a program prints."""
+    program = await asyncio.create_subprocess_exec(
+        *map(str, command), stdout=asyncio.subprocess.PIPE, env=os.environ | ENVIRONMENT
+    )
+    printed, _ = await program.communicate()
+    assert program.returncode == 0, printed
+    return printed.decode()
+
+
+async def openai(url: object) -> Any:
+    return json.loads(await said(engine_python(), REPO / "tests/support/openai_client.py", url))
+
+
+async def real_clients(url: str, model: Path, tmp_path: Path, expected: Any) -> None:
+    """The openai package, `vllm bench serve`, and hey, if it is installed."""
+    assert await openai(url) == expected
+    bench = {"backend": "openai", "base-url": url, "model": "tiny", "tokenizer": model, "dataset-name": "random"}
+    bench |= {"random-input-len": 200, "random-output-len": 20, "num-prompts": 24, "max-concurrency": 8}
+    bench |= {"result-dir": tmp_path, "result-filename": "bench.json"}
+    options = [word for name, value in bench.items() for word in (f"--{name}", value)]
+    await said(engine_python(), "-c", BENCH, *options, "--ignore-eos", "--save-result")
+    assert json.loads((tmp_path / "bench.json").read_text())["completed"] == 24
+    if hey := shutil.which("hey"):
+        body = json.dumps({"model": "tiny", "prompt": "What moves? " * 8, "max_tokens": 4})
+        post = ("-m", "POST", "-T", "application/json", "-d", body)
+        assert "[200]\t40 responses" in await said(hey, "-n", 40, "-c", 8, *post, f"{url}/v1/completions")
 
 
 def joined(parts: list[dict[str, Any]]) -> dict[int, tuple[list[int], str]]:
@@ -168,6 +210,7 @@ async def routed(front: Front, tmp_path: Path) -> None:
         refused = [await asked(plain, body) for body in wrong]
         lists = {"prompt": prompts("router", [70, 301]), "max_tokens": 12, "return_token_ids": True}
         assert (await asked(plain, lists))[0] == 200
+        seen = await openai(f"http://{PLAIN}:{front.port}")
         cached = [await cached_tokens(plain, stream) for stream in (False, True)]
         assert cached[0] == 0 < cached[1]
     front.engines.pop(PLAIN).stop()
@@ -176,7 +219,7 @@ async def routed(front: Front, tmp_path: Path) -> None:
     front.cluster.pods += [pod(role, host) for host, role in ROLES.items()]
     await front.cluster.server.start_server()
     environment = {"KUBECONFIG": front.cluster.config(tmp_path)}
-    async with started(command_of_kubernetes(front.port), tmp_path, environment) as (client, _):
+    async with started(command_of_kubernetes(front.port), tmp_path, environment) as (client, router):
         await front.until(lambda: front.is_right(client))
         assert all(front.done().values()), "each engine has a part"
         loads = {host: engine.sample("vllm:kvhma_load_seconds_count") for host, engine in front.engines.items()}
@@ -187,6 +230,7 @@ async def routed(front: Front, tmp_path: Path) -> None:
         assert counts[0] == 0, "as P counts: D had no token either, but gets all from P"
         assert set(counts[1:]) <= set(cached)
         assert counts[4:] == [cached[1]] * 2, "both P have the prompt by now"
+        await real_clients(f"http://127.0.0.1:{router.args[-3]}", front.model, tmp_path, seen)
         await killed_and_replaced(front, client)
         await drained(front, client)
     await front.cluster.server.close()
