@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from handoffs import cpu
 from handoffs.alone import alone
 from handoffs.bars import draw
 from handoffs.pairs import ENV, transfer
@@ -79,6 +80,7 @@ MEASURES = (
     Measure("the same, p99", "p99_ttft_ms", " ms"),
     Measure("time per output token, mean", "mean_tpot_ms", " ms"),
     Measure("time between tokens, p99", "p99_itl_ms", " ms"),
+    Measure("processor time of the engines, a request", "cpu_ms", " ms"),
 )
 
 
@@ -92,7 +94,7 @@ class Column:
     def ask(
         self, zygote: Zygote, folder: Path, model: Path, workload: Workload, at_once: int, requests: int, seed: int
     ) -> dict[str, Any]:
-        """Run vLLM's client once; return what it measured.
+        """Run vLLM's client once; return what it measured, and `cpu_ms`.
 
         Raises:
             RuntimeError: the client failed, or a request did.
@@ -117,6 +119,8 @@ class Column:
         }
         words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
         flags = ["--ignore-eos", "--save-result", "--save-detailed", "--disable-tqdm"]
+        pids = [pid for engine in self.engines for pid in engine.pids()]
+        before = cpu.read(pids)
         log = folder / "client.log"
         log.unlink(missing_ok=True)
         _, connection = zygote.fork("handoffs.serve_client:run", log=log, words=[*words, *flags])
@@ -125,7 +129,8 @@ class Column:
                 connection.recv()
             except EOFError:
                 raise RuntimeError(log.read_text()[-2000:]) from None
-        found = json.loads((folder / "result.json").read_text())
+        spent = sum(cpu.spent(before, cpu.read(pids)).values())
+        found = json.loads((folder / "result.json").read_text()) | {"cpu_ms": 1e3 * spent / requests}
         if found["completed"] != requests:
             failed = next(filter(None, found["errors"]), "")
             raise RuntimeError(f"{requests - found['completed']} of {requests} requests failed: {failed[-2000:]}")
