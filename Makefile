@@ -288,8 +288,8 @@ bench-following: dev $(E2E)/.ready ## D reads while P computes, over a cable of 
 	cat benches/RESULTS_FOLLOWING.md
 
 .PHONY: bench-serve
-bench-serve: dev $(E2E)/.ready ## vllm bench serve, beside vLLM's own connector and one engine, in benches/RESULTS_SERVE.md (hours; ARGS="--models gemma3 --starts 1")
-	PYTHONPATH=tests KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python benches/serve.py $(ARGS) > benches/RESULTS_SERVE.md
+bench-serve: dev $(E2E)/.ready ## vllm bench serve, beside vLLM's own connector and one engine, in benches/RESULTS_SERVE.md (hours; ARGS="--models gemma3 --cells 0:10 --starts 1")
+	PYTHONPATH=tests KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python benches/serve.py --picture docs/assets/serve.svg $(ARGS) > benches/RESULTS_SERVE.md
 	cat benches/RESULTS_SERVE.md
 
 .PHONY: bench-torch

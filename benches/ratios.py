@@ -300,8 +300,8 @@ def beside_the_floor() -> None:
         "kvhma also checks each block, finds doubles, pairs and sorts. That is most of the time where many blocks are few "
         "rows. numpy's time for that alone is beside it. The last column is kvhma's time over the sum of both, for ids and "
         "for rows: what numpy needs for the same work. Only for many blocks that rise numpy is quicker: it "
-        "pairs nothing, and kvhma writes a pair of 8 bytes for each block and reads it twice (AVX2 instructions do not "
-        "change that). What a request of one block takes is the floor of a call: it checks spans, and makes a `Transfer` "
+        "pairs nothing. kvhma writes a pair of 8 bytes for each block and reads it twice; AVX2 instructions do not change "
+        "that. What a request of one block takes is the floor of a call: it checks spans, and makes a `Transfer` "
         "and a `Read` with their arrays.",
     )
 

@@ -142,7 +142,7 @@ def proxy(p: int, d: int, *, tickets: bool) -> Iterator[int]:
     """The port of ``kvhma.proxy`` before P and D, which it also is before engines of vLLM's connector."""
     port = free_port()
     command = [sys.executable, "-m", "kvhma.proxy", "--prefill", f"http://{HOST}:{p}", "--decode", f"http://{HOST}:{d}"]
-    command += ["--host", HOST, "--port", str(port), *([] if tickets else ["--no-tickets"])]
+    command += ["--host", HOST, "--port", str(port), *(["--tickets"] if tickets else [])]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield port

@@ -93,7 +93,7 @@ def test_the_proxy(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> 
             pid, connection = zygote.fork("support.engines.server_process:main", log=log, env=env, arguments=given)
             stack.enter_context(connection)
             pids[role] = stack.enter_context(stopped(pid))
-        command = [engine_python(), "-m", "kvhma.proxy", "--port", str(ports["proxy"])]
+        command = [engine_python(), "-m", "kvhma.proxy", "--tickets", "--port", str(ports["proxy"])]
         command += ["--prefill", urls["prefill"], "--decode", urls["decode-1"], "--decode", urls["decode-2"]]
         proxy = subprocess.Popen(command, env=os.environ | ENVIRONMENT, preexec_fn=os.setpgrp)
         stack.callback(proxy.wait)

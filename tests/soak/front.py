@@ -27,7 +27,7 @@ class Proxy:
 
     def __init__(self, log: Path, prefill: Iterable[str], decode: Iterable[str]) -> None:
         self.port = free_port()
-        command = [engine_python(), "-m", "kvhma.proxy", "--port", str(self.port)]
+        command = [engine_python(), "-m", "kvhma.proxy", "--tickets", "--port", str(self.port)]
         for option, urls in (("--prefill", prefill), ("--decode", decode)):
             command += [word for url in urls for word in (option, url)]
         with log.open("ab") as out:

@@ -242,8 +242,9 @@ def test_every_picture_has_a_command_and_a_place():
     text = "".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
     drawn = {word for page in PAGES for command in commands(page) for word in command.words if "assets/" in word}
     there = {f"assets/{path.name}" for path in (ROOT / "docs/assets").iterdir()}
-    # `make bench-e2e`, `bench-following`, `bench-shapes` and `soak` draw them from their measurements.
-    measured = {name for name in there if re.fullmatch(r"assets/(waterfall|soak|shapes|following-\w+)\.svg", name)}
+    # `make bench-e2e`, `bench-following`, `bench-serve`, `bench-shapes` and `soak` draw them from their measurements.
+    by_make = r"assets/(waterfall|soak|serve|shapes|following-\w+)\.svg"
+    measured = {name for name in there if re.fullmatch(by_make, name)}
     assert drawn | measured == there == set(re.findall(r"(?<=\]\()assets/[\w.-]+", text))
 
 

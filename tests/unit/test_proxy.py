@@ -13,6 +13,7 @@ aiohttp = pytest.importorskip("aiohttp", reason="make dev installs it")
 pytest.importorskip("msgspec", reason="make dev installs it")
 
 from kvhma import proxy
+from kvhma.proxy.app import parser
 from support.fleet import PARAMS, Fleet, run, usage
 
 
@@ -362,6 +363,13 @@ def test_both_engines_are_asked_at_once(stream):
             assert (status, '"text": "a"' in text) == (200, True)
 
     run(test())
+
+
+@pytest.mark.parametrize(("words", "expected"), [([], False), (["--tickets"], True), (["--no-tickets"], False)])
+def test_tickets_are_drawn_only_if_asked_for(words, expected):
+    """RESULTS_SERVE.md: for short prompts on a fast link they gain nothing."""
+    made = parser().parse_args(["--prefill", "http://p:1", "--decode", "http://d:1", *words])
+    assert made.tickets is expected
 
 
 def test_each_request_has_a_ticket_of_its_own():

@@ -25,7 +25,6 @@ SHOWN_BY = {
     "D answers from other tokens": "tests/e2e/test_oracle.py: test_one_wrong_block_shows",
     "vLLM's own `NixlConnector` refused": "docs/audit-results.md: | D reads | 546 | 216 | 99 | 231 |",
     "Real engines confirm the kinds of 71": "docs/audit-results.md: Real engines confirm the kinds of 71 of the 99",
-    "no engine reports an error, and": "tests/e2e/test_audit_kinds.py: test_a_kind",
     "With kvhma they are equal": "tests/e2e/test_audit_kinds.py: test_a_kind",
     "`kvhma audit docs/assets/": "tests/unit/test_readme.py: test_the_trace_shows_a_wrong_byte",
     "kvhma checks a pair before": "tests/unit/test_plan.py: test_a_layer_of_one_side_is_a_finding_and_the_rest_works",

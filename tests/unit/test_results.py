@@ -105,6 +105,16 @@ def following(row: str, rate: str) -> list[tuple[float, float]]:
     ]
 
 
+def serving(row: str, column: str) -> dict[str, tuple[float, str]]:
+    """The ratio to a column, and whether it is a tie, by the heading of each table of vLLM's own client."""
+    found = {}
+    for table in tables("benches/RESULTS_SERVE.md"):
+        ratio = re.search(r"([\d.]+)× \(.*\) (\w+)$", table.cell(row, column))
+        assert ratio is not None, table
+        found[table.heading] = float(ratio[1]), ratio[2]
+    return found
+
+
 def planning() -> tuple[float, float]:
     """The best ratios to vLLM's functions: from arrays, and from lists."""
     (table,) = (table for table in tables("benches/RESULTS_VLLM.md") if "vLLM's whole path" in table.columns)
@@ -234,6 +244,23 @@ def test_the_readme_has_the_figures_of_the_last_run() -> None:
     assert {claim: shown.get(claim) for claim in expected} == expected
     others = " ".join(cells[0] + cells[1] for cells in tables("README.md")[0].rows if cells[0] not in expected)
     assert not re.search(r"\d", re.sub(r"\(http[^)]*\)", "", others)), "figures that no test compares"
+
+
+SERVED = (
+    ("requests", EVEN),
+    ("the same, p99", EVEN),
+    ("processor time of the engines, a request", EVEN),
+    ("requests", "NixlConnector"),
+)
+
+
+def test_the_page_of_serving_has_the_figures_of_the_last_run() -> None:
+    expected = []
+    for heading in serving(*SERVED[0]):
+        found = [serving(*asked)[heading] for asked in SERVED]
+        expected.append([heading, *(f"{ratio:.2f}×" + " (tie)" * (verdict == "tie") for ratio, verdict in found)])
+    (shown,) = tables("docs/benchmarks-serving.md")
+    assert shown.rows == expected
 
 
 def test_the_page_of_engines_has_the_figures_of_the_last_run() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/audit-results.md and the sentence below it, counted from the rows that `make audit` has written into benches/audit.
+"""The table of docs/audit-results.md and its sentence, counted from the rows that `make audit` wrote to benches/audit.
 
 PYTHONPATH=tools python -m audit.summary
 """

@@ -3,9 +3,9 @@
 
     python -m kvhma.proxy --port 8000 --prefill http://host-a:8100 --decode http://host-b:8200 [--decode http://host-c:8200]
 
-A prefill engine computes the prompt of a request, and a decode engine answers. Once the prefill engine has reported the
-address of its scheduler, the proxy asks both at once. A ticket lets the decode engine read while the prompt is
-computed. With --no-tickets the proxy asks one engine after the other.
+A prefill engine computes the prompt of a request, and then a decode engine answers. With --tickets the proxy asks both
+at once, once the prefill engine has reported the address of its scheduler. A ticket lets the decode engine read while
+the prompt is computed.
 
 With --turns, and engines with bidirectional_kv_xfer, a prefill engine reads the last turn of a chat from the decode
 engine that answered it. The proxy recognizes a chat's next turn by its messages.
@@ -312,7 +312,7 @@ async def add_id(request: web.Request, answer: web.StreamResponse) -> None:
 
 
 def make_app(
-    prefill: Sequence[str], decode: Sequence[str], turns: Turns | None = None, *, tickets: bool = True
+    prefill: Sequence[str], decode: Sequence[str], turns: Turns | None = None, *, tickets: bool = False
 ) -> web.Application:
     """Return the proxy as an aiohttp application.
 
@@ -344,7 +344,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prefill", required=True, **several)
     made.add_argument("--decode", required=True, **several)
     made.add_argument("--turns", action="store_true", help="have the last turn of a chat read from its decode engine")
-    made.add_argument("--no-tickets", action="store_true", help="ask a decode engine only when the prompt is computed")
+    made.add_argument("--tickets", action="store_true", help="have prompts read while they are computed")
+    made.add_argument("--no-tickets", action="store_false", dest="tickets", help=argparse.SUPPRESS)  # now the default
     return made
 
 
@@ -353,5 +354,5 @@ def main() -> None:
     options = parser().parse_args()
     logging.basicConfig(format="%(levelname)s %(asctime)s %(message)s", level=logging.WARNING)
     prefill, decode = ([url.rstrip("/") for url in urls] for urls in (options.prefill, options.decode))
-    app = make_app(prefill, decode, Turns() if options.turns else None, tickets=not options.no_tickets)
+    app = make_app(prefill, decode, Turns() if options.turns else None, tickets=options.tickets)
     web.run_app(app, host=options.host, port=options.port, handler_cancellation=True, access_log=None)
