@@ -249,8 +249,8 @@ def scattered() -> None:
             for name, value in taken.items()
         ],
         f"Both sides write {written:,} bytes, and read 8 bytes for each block of a side. The written column is these bytes "
-        "over the time: where kvhma's is near that of the floors, memory is the limit. The aim is 5×. Where "
-        "freed memory went back to the system, page faults are most of both times: then it is 4.4×.",
+        "over the time: where kvhma's is near that of the floors, memory is the limit. The aim is 5×. Page "
+        "faults, if there are any, take time of both sides.",
     )
 
 
@@ -293,7 +293,7 @@ def beside_the_floor() -> None:
             *("ids", "`Plan.ids`", "floor", "of it", "the same of one block"),
             *("rows", "`Plan.transfer`", "floor", "of it", "the same of one block"),
             "numpy checks and sorts",
-            "ids and rows, of floor and checks",
+            "ids and rows, of copies, checks and sorts",
         ),
         rows,
         "The floor is numpy's copy of both arrays of blocks and of both arrays that come out, which are new: four calls. "

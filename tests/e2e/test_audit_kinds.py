@@ -62,7 +62,10 @@ def test_a_kind(case: Case, zygote: Zygote, model: Callable[[str], Path], tmp_pa
             nats, others = [0.0], 0
             for prompt in prompts((name, case.ranks, length), [length] * PROMPTS):
                 expected = plain.generate(prompt, max_tokens=8).result()
+                before = [d.loaded_tokens() for d in pairs[1::2]]
                 theirs, ours = (hand_over(p, d, prompt, max_tokens=8) for p, d in (pairs[:2], pairs[2:]))
+                loaded = [d.loaded_tokens() - tokens for d, tokens in zip(pairs[1::2], before, strict=True)]
+                assert min(loaded) >= length - 1, "D computed the prompt itself"
                 assert theirs.error is None
                 assert difference(ours, expected, noise(name, length)) is None
                 if length in case.right:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vllm-router, as examples/kubernetes starts it, before two P and two D: its answers are those of a plain engine.
 
-Clients are aiohttp, the openai package, vLLM's own benchmark of serving, and hey.
+Clients are aiohttp, the openai package, vLLM's own benchmark of serving, and hey, if it is installed.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ CHOICE = {"type": "function", "function": {"name": "look"}}
 ROLES = {"127.0.0.2": "prefill", "127.0.0.3": "prefill", "127.0.0.4": "decode", "127.0.0.5": "decode"}
 NEW = {"127.0.0.6": "prefill", "127.0.0.7": "decode"}
 PLAIN = "127.0.0.8"
+LOADS = "vllm:kvhma_load_seconds_count"
+LONG = {"prompt": prompts("drained", [200])[0], "max_tokens": 700, "stream": True}
 BENCH = """
 import argparse
 from vllm.benchmarks.serve import add_cli_args, main
@@ -143,6 +145,7 @@ class Front:
         self.cluster = Cluster()
         self.engines: dict[str, Engine] = {}
         self.right: list[Any] = []
+        self.long: Any = None
 
     def start(self, hosts: dict[str, str]) -> None:
         """Start engines by host; wait until all are ready."""
@@ -206,6 +209,7 @@ async def routed(front: Front, tmp_path: Path) -> None:
         answers = [await asked(plain, body) for body in bodies()]
         assert [answer for status, answer in answers if status != 200] == []
         front.right = [answer for _, answer in answers]
+        _, front.long = await asked(plain, LONG)
         wrong = [{"model": "none", "prompt": [1]}, {"prompt": [1], "max_tokens": 100_000}]
         refused = [await asked(plain, body) for body in wrong]
         lists = {"prompt": prompts("router", [70, 301]), "max_tokens": 12, "return_token_ids": True}
@@ -221,9 +225,10 @@ async def routed(front: Front, tmp_path: Path) -> None:
     environment = {"KUBECONFIG": front.cluster.config(tmp_path)}
     async with started(command_of_kubernetes(front.port), tmp_path, environment) as (client, router):
         await front.until(lambda: front.is_right(client))
-        assert all(front.done().values()), "each engine has a part"
-        loads = {host: engine.sample("vllm:kvhma_load_seconds_count") for host, engine in front.engines.items()}
-        assert loads == {host: front.done()[host] if role == "decode" else 0 for host, role in ROLES.items()}
+        done = front.done()
+        assert all(done.values()), "each engine has a part"
+        loads = {host: engine.sample(LOADS) for host, engine in front.engines.items()}
+        assert loads == {host: done[host] if role == "decode" else 0 for host, role in ROLES.items()}
         assert [await asked(client, body) for body in wrong] == refused
         assert (await asked(client, lists))[0] == 500, "the router sends D the first prompt's parameters for each"
         counts = [await cached_tokens(client, stream) for stream in (False, True) * 3]
@@ -256,13 +261,12 @@ async def killed_and_replaced(front: Front, client: Client) -> None:
         return is_right and all(count > before[host] for host, count in front.done().items())
 
     await front.until(all_have_a_part)
+    assert front.engines["127.0.0.7"].sample(LOADS) == front.done()["127.0.0.7"]
 
 
 async def drained(front: Front, client: Client) -> None:
     """A pod that ends finishes its streams, and gets no request from then on."""
-    (prompt,) = prompts("drained", [200])
-    body = {"model": "tiny", "prompt": prompt, "temperature": 0, "ignore_eos": True, "max_tokens": 700, "stream": True}
-    streams = [asyncio.create_task(asked(client, body)) for _ in range(4)]
+    streams = [asyncio.create_task(asked(client, LONG)) for _ in range(4)]
     ends = {"127.0.0.2": "prefill", "127.0.0.5": "decode"}
 
     async def is_running() -> bool:
@@ -271,9 +275,7 @@ async def drained(front: Front, client: Client) -> None:
     await front.until(is_running)
     for host, role in ends.items():
         await front.cluster.tell("MODIFIED", pod(role, host, deletionTimestamp="2026-01-01T00:00:00Z"))
-    answers = [await stream for stream in streams]
-    assert answers == [answers[0]] * 4
-    assert answers[0][0] == 200
+    assert [await stream for stream in streams] == [(200, front.long)] * 4
     before = front.done()
     for _ in range(2):
         assert await front.is_right(client), "none may fail"

@@ -23,8 +23,11 @@ OTHERS_OPTIONS = {
     "--decode-chunk-size": "llm-d's sidecar",
     "--disaggregation-mode": "Dynamo",
     "--dry-run": "kubectl",
+    "--enforce-eager": "vLLM",
     "--enable-ssrf-protection": "llm-d's sidecar",
+    "--kv-cache-memory-bytes": "vLLM",
     "--next-turn": "proposed to vllm-router",
+    "--otlp-traces-endpoint": "vLLM",
     "--prefill-max-retries": "llm-d's sidecar",
     "--repo": "gh",
     "--set": "helm",
@@ -50,11 +53,12 @@ def spans(page: str) -> list[str]:
 
 @cache
 def sources() -> str:
-    """All programs of the repository: Python, shell, Makefile and configuration."""
+    """All programs of the repository but its tests: Python, shell, Makefile and configuration."""
     kinds = ["*.py", "*.sh", "*.y*ml", "*.toml", "*.rs", "*.env", "*.service", "*Dockerfile*", "Makefile"]
-    here = Path(__file__).relative_to(ROOT).as_posix()
     listed = subprocess.run(["git", "ls-files", "--", *kinds], cwd=ROOT, capture_output=True, text=True, check=True)
-    return "\n".join((ROOT / file).read_text(encoding="utf-8") for file in listed.stdout.split() if file != here)
+    return "\n".join(
+        (ROOT / file).read_text(encoding="utf-8") for file in listed.stdout.split() if not file.startswith("tests/")
+    )
 
 
 @cache
@@ -165,11 +169,11 @@ def test_modules_and_their_names(page: str) -> None:
                 assert re.search(rf"\b{name}\b", code) or dotted in sources(), dotted
 
 
-@pytest.mark.parametrize("page", ["docs/start.md", "docs/llm-d.md", "docs/security.md"])
-def test_variables_of_the_examples(page: str) -> None:
+def test_variables_of_the_examples() -> None:
     """A command that sets a variable for a script: the script reads it."""
-    for line in "\n".join(FENCE.findall(text_of(page))).splitlines():
-        if found := re.match(r"((?:[A-Z_]+=\S+ )+)(examples/[\w.-]+)", line):
-            script = text_of(found[2])
-            for name in re.findall(r"([A-Z_]+)=", found[1]):
-                assert name in script or name.startswith("CUDA_"), line
+    lines = "\n".join(block for page in PAGES for block in FENCE.findall(text_of(page)))
+    commands = re.findall(r"^((?:[A-Z_]+=\S+ )+)(examples/[\w.-]+)", lines, re.MULTILINE)
+    assert len(commands) >= 4
+    for variables, script in commands:
+        for name in re.findall(r"([A-Z_]+)=", variables):
+            assert name in text_of(script) or name.startswith("CUDA_"), (name, script)

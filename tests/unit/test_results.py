@@ -153,6 +153,7 @@ def claims() -> dict[str, tuple[str, str, str]]:
     torch = [number(cells[-1]) for table in tables("benches/RESULTS_TORCH.md") for cells in table.rows]
     sums = [number(cells[-1]) for cells in tables("benches/RESULTS_DIGESTS.md")[0].rows]
     share, equal, rows = fewer_bytes()
+    rates = serving("requests", EVEN)
     return {
         "longest delay of a step while 16 large caches arrive": (
             f"{short(steps[-1][1])} ms; `NixlConnector` {short(steps[-1][2])} ms",
@@ -163,6 +164,11 @@ def claims() -> dict[str, tuple[str, str, str]]:
             f"{max(first):.2f} ×",
             f"{ties(engines(WARM), 'first token')} of {len(first)} rows",
             f"{min(first):.2f} ×; with a core each {number(apart.cell('first token', '/')):.2f} ×, a tie",
+        ),
+        "requests a second, 1 to 32 at a time, on even terms": (
+            f"{max(rates.values())[0]:.2f} ×",
+            f"{sum(verdict == 'tie' for _, verdict in rates.values())} of {len(rates)} rows",
+            f"{min(rates.values())[0]:.2f} ×",
         ),
         "a warm load, on even terms": (
             f"{max(load):.2f} ×",
@@ -231,6 +237,10 @@ def test_the_readme_has_the_figures_of_the_last_run() -> None:
         "first token, P and D share two cores": (f"{span(first, 1, ' ×')} as early", ""),
         "first token, a core each (full + sliding)": (
             f"as early; {number(long.cell('first token', '/')):.1f} × for 16 long prompts",
+            "",
+        ),
+        "requests a second, 1 to 32 at a time, P and D share two cores": (
+            f"{span((ratio for ratio, _ in serving('requests', EVEN).values()), 1, ' ×')} as many",
             "",
         ),
         "bytes": (f"the same, or up to {fewer_bytes()[0]:.0%} fewer".replace("%", " %"), ""),

@@ -343,8 +343,9 @@ def parser() -> argparse.ArgumentParser:
     several: dict[str, Any] = {"action": "append", "metavar": "URL", "help": "may be given several times"}
     made.add_argument("--prefill", required=True, **several)
     made.add_argument("--decode", required=True, **several)
-    made.add_argument("--turns", action="store_true", help="have the last turn of a chat read from its decode engine")
-    made.add_argument("--tickets", action="store_true", help="have prompts read while they are computed")
+    either = made.add_mutually_exclusive_group()
+    either.add_argument("--turns", action="store_true", help="have the last turn of a chat read from its decode engine")
+    either.add_argument("--tickets", action="store_true", help="have prompts read while they are computed")
     made.add_argument("--no-tickets", action="store_false", dest="tickets", help=argparse.SUPPRESS)  # now the default
     return made
 
