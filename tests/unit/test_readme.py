@@ -23,8 +23,8 @@ SHOWN_BY = {
     "In such a model every group": "tests/golden/test_models.py: test_one_request",
     "A read of the right length": "tests/e2e/test_oracle.py: test_one_wrong_block_shows",
     "D answers from other tokens": "tests/e2e/test_oracle.py: test_one_wrong_block_shows",
-    "In 35 of 210 recorded hand-offs with equal blocks vLLM's own `NixlConnector` leaves wrong or missing bytes where D "
-    "reads next, and refuses 27.": "docs/audit-results.md: refuses 27 of 210 hand-offs, and 35 are wrong",
+    "In 35 of 210 recorded hand-offs with equal blocks vLLM's own `NixlConnector` leaves wrong or missing bytes where "
+    "D reads next, and refuses 27.": "docs/audit-results.md: refuses 27 of 210 hand-offs, and 35 are wrong",
     "Engines with tiny models confirm": "docs/audit-results.md: Real engines confirm each",
     "With kvhma they are equal": "tests/e2e/test_audit_kinds.py: test_a_kind",
     "`kvhma audit docs/assets/": "tests/unit/test_readme.py: test_the_trace_shows_a_wrong_byte",

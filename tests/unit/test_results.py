@@ -109,6 +109,8 @@ def serving(row: str, column: str) -> dict[str, tuple[float, str]]:
     """The ratio to a column, and whether it is a tie, by the heading of each table of vLLM's own client."""
     found = {}
     for table in tables("benches/RESULTS_SERVE.md"):
+        if column not in table.columns:
+            continue
         ratio = re.search(r"([\d.]+)× \(.*\) (\w+)$", table.cell(row, column))
         assert ratio is not None, table
         found[table.heading] = float(ratio[1]), ratio[2]
@@ -154,6 +156,7 @@ def claims() -> dict[str, tuple[str, str, str]]:
     sums = [number(cells[-1]) for cells in tables("benches/RESULTS_DIGESTS.md")[0].rows]
     share, equal, rows = fewer_bytes()
     rates = serving("requests", EVEN)
+    assert {verdict for _, verdict in rates.values()} == {"tie", "worse"}
     return {
         "longest delay of a step while 16 large caches arrive": (
             f"{short(steps[-1][1])} ms; `NixlConnector` {short(steps[-1][2])} ms",
@@ -166,9 +169,9 @@ def claims() -> dict[str, tuple[str, str, str]]:
             f"{min(first):.2f} ×; with a core each {number(apart.cell('first token', '/')):.2f} ×, a tie",
         ),
         "requests a second, 1 to 32 at a time, on even terms": (
-            f"{max(rates.values())[0]:.2f} ×",
+            "",
             f"{sum(verdict == 'tie' for _, verdict in rates.values())} of {len(rates)} rows",
-            f"{min(rates.values())[0]:.2f} ×",
+            f"**{min(rates.values())[0]:.2f} ×**",
         ),
         "a warm load, on even terms": (
             f"{max(load):.2f} ×",
@@ -240,7 +243,7 @@ def test_the_readme_has_the_figures_of_the_last_run() -> None:
             "",
         ),
         "requests a second, 1 to 32 at a time, P and D share two cores": (
-            f"{span((ratio for ratio, _ in serving('requests', EVEN).values()), 1, ' ×')} as many",
+            f"{span((ratio for ratio, _ in serving('requests', EVEN).values()), 2, ' ×')} as many",
             "",
         ),
         "bytes": (f"the same, or up to {fewer_bytes()[0]:.0%} fewer".replace("%", " %"), ""),
@@ -267,8 +270,9 @@ SERVED = (
 def test_the_page_of_serving_has_the_figures_of_the_last_run() -> None:
     expected = []
     for heading in serving(*SERVED[0]):
-        found = [serving(*asked)[heading] for asked in SERVED]
-        expected.append([heading, *(f"{ratio:.2f}×" + " (tie)" * (verdict == "tie") for ratio, verdict in found)])
+        found = [serving(*asked).get(heading) for asked in SERVED]
+        cells = [f"{cell[0]:.2f}×" + " (tie)" * (cell[1] == "tie") if cell else "" for cell in found]
+        expected.append([heading, *cells])
     (shown,) = tables("docs/benchmarks-serving.md")
     assert shown.rows == expected
 
