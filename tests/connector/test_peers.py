@@ -234,7 +234,12 @@ def test_a_cancelled_call_gives_its_room_back(asking: Peers, silent: Address) ->
     assert all(call.cancelled() for call in calls)
 
 
-def test_calls_that_wait_are_bounded(asking: Peers, silent: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_wait_are_bounded(silent: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(Peers(END, OPEN, Counted())) as asking:  # no call times out while others are made
+        bounded(asking, silent, monkeypatch)
+
+
+def bounded(asking: Peers, silent: Address, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = [asking.ask(silent, INFO, EngineInfo) for _ in range(peers._MAX_QUEUED_AT_ADDRESS + 100)]
     with pytest.raises(HandshakeTimeoutError, match="too many questions wait"):
         calls[-1].result(END)
