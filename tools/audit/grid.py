@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from support.engines.tiny import MODELS
+from support.engines.tiny import MODELS, WITH_STATE
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -26,7 +26,6 @@ ARCHITECTURES = {
 CONNECTORS = ("pull", "push", "mooncake")
 """vLLM's: NixlConnector, by which D reads, and NixlPushConnector and MooncakeConnector, by which P writes."""
 
-WITH_STATE = ("nemotron_h", "nemotron_h_2", "qwen3_next")
 WITH_WINDOW = ("gemma3", "gemma4", "gpt_oss")
 RANKS = ((1, 1), (2, 2), (1, 2), (2, 1), (2, 4), (4, 2))
 """Tensor-parallel sizes of P and D."""

@@ -133,6 +133,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
     },
 }
+WITH_STATE = ("nemotron_h", "nemotron_h_2", "qwen3_next")
+"""Models with Mamba2 or GDN state: vLLM does not serve them without HMA, and chooses their blocks."""
 
 # Models for some tests of MODELS only. The token of a picture is 510.
 OTHERS: dict[str, dict[str, Any]] = {

