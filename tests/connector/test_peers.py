@@ -236,19 +236,15 @@ def test_a_cancelled_call_gives_its_room_back(asking: Peers, silent: Address) ->
 
 def test_calls_that_wait_are_bounded(silent: Address, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(Peers(END, OPEN, Counted())) as asking:  # no call times out while others are made
-        bounded(asking, silent, monkeypatch)
-
-
-def bounded(asking: Peers, silent: Address, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = [asking.ask(silent, INFO, EngineInfo) for _ in range(peers._MAX_QUEUED_AT_ADDRESS + 100)]
-    with pytest.raises(HandshakeTimeoutError, match="too many questions wait"):
-        calls[-1].result(END)
-    with monkeypatch.context() as patch:
-        patch.setattr(peers, "_MAX_QUEUED", 100)
+        calls = [asking.ask(silent, INFO, EngineInfo) for _ in range(peers._MAX_QUEUED_AT_ADDRESS + 100)]
         with pytest.raises(HandshakeTimeoutError, match="too many questions wait"):
-            asking.ask(Address("127.0.0.1", 1), INFO, EngineInfo).result(END)
-    with listening() as p:
-        assert asking.ask(p.at, INFO, EngineInfo).result(END).engine_id == "p"
+            calls[-1].result(END)
+        with monkeypatch.context() as patch:
+            patch.setattr(peers, "_MAX_QUEUED", 100)
+            with pytest.raises(HandshakeTimeoutError, match="too many questions wait"):
+                asking.ask(Address("127.0.0.1", 1), INFO, EngineInfo).result(END)
+        with listening() as p:
+            assert asking.ask(p.at, INFO, EngineInfo).result(END).engine_id == "p"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # ssl leaves its socket to the collector

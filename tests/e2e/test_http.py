@@ -22,6 +22,7 @@ import pytest
 from support.engines import Answer, Zygote, engines, free_port
 from support.engines.zygote import ENVIRONMENT, engine_python
 from support.handoff import arguments, kvhma, noise, prompts
+from support.streams import events
 from support.waiting import until
 
 Models = Callable[[str], Path]
@@ -69,12 +70,9 @@ def until_healthy(url: str, seconds: float) -> None:
         time.sleep(0.3)
 
 
-def until_in_turn(proxy: str) -> None:
-    """Wait until the proxy has seen that each engine is healthy."""
-    deadline = time.monotonic() + 60
-    while {state for of in json.loads(ask_health(proxy)).values() for state in of.values()} != {"ok"}:
-        assert time.monotonic() < deadline, ask_health(proxy)
-        time.sleep(0.1)
+def in_turn(proxy: str) -> bool:
+    """Whether the proxy has seen that each engine is healthy."""
+    return {state for of in json.loads(ask_health(proxy)).values() for state in of.values()} == {"ok"}
 
 
 @pytest.mark.parametrize("name", [pytest.param("gemma3", marks=pytest.mark.smoke), "nemotron_h"])
@@ -106,9 +104,8 @@ def test_the_proxy(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> 
         proxy = subprocess.Popen(command, env=os.environ | ENVIRONMENT, preexec_fn=os.setpgrp)
         stack.callback(proxy.wait)
         stack.enter_context(stopped(proxy.pid))
-        for url in urls.values():  # the proxy is healthy with one D, and leaves out the other until it answers
-            until_healthy(url + "/health", 120)
-        until_in_turn(urls["proxy"])
+        until_healthy(urls["proxy"] + "/health", 120)
+        until(lambda: in_turn(urls["proxy"]))  # the proxy is healthy with one D, and leaves out the other
 
         completions = urls["proxy"] + "/v1/completions"
         for index, (prompt, right) in enumerate(zip(many, expected, strict=True)):
@@ -219,13 +216,12 @@ def whole(text: str) -> tuple[list[int], list[float]]:
 
 
 def streamed(text: str) -> tuple[list[int], list[float]]:
-    events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-    assert events.pop() == "[DONE]"
-    assert len(events) > 2
+    found = events(text)
+    assert len(found) > 2
     tokens: list[int] = []
     logprobs: list[float] = []
-    for event in events:
-        for choice in json.loads(event)["choices"]:
+    for event in found:
+        for choice in event["choices"]:
             tokens += choice.get("token_ids") or []
             logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or []
     return tokens, logprobs

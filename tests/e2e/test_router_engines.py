@@ -20,9 +20,11 @@ import pytest
 
 from kvhma.cli.serve_pair import free_ports
 from support.engines import Engine, Zygote
+from support.engines.serve_client import bench_serve
 from support.engines.zygote import ENVIRONMENT, REPO, engine_python
 from support.handoff import arguments, kvhma, prompts
-from support.router import ROUTER, Cluster, command_of_kubernetes, pod, started
+from support.router import ROUTER, Cluster, command_of_kubernetes, pod, started, status_of
+from support.streams import events
 from support.tokenizer import with_tokenizer
 from support.waiting import HANG_SECONDS
 
@@ -40,13 +42,6 @@ NEW = {"127.0.0.6": "prefill", "127.0.0.7": "decode"}
 PLAIN = "127.0.0.8"
 LOADS = "vllm:kvhma_load_seconds_count"
 LONG = {"prompt": prompts("drained", [200])[0], "max_tokens": 700, "stream": True}
-BENCH = """
-import argparse
-from vllm.benchmarks.serve import add_cli_args, main
-parser = argparse.ArgumentParser()
-add_cli_args(parser)
-main(parser.parse_args())
-"""
 
 
 async def asked(client: Client, body: dict[str, Any]) -> tuple[int, Any]:
@@ -59,9 +54,7 @@ async def asked(client: Client, body: dict[str, Any]) -> tuple[int, Any]:
         return answer.status, text
     if not body.get("stream"):
         return 200, joined([json.loads(text)])
-    events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-    assert events.pop() == "[DONE]", text
-    return 200, joined([json.loads(event) for event in events])
+    return 200, joined(events(text))
 
 
 async def cached_tokens(client: Client, stream: bool) -> int:
@@ -73,8 +66,8 @@ async def cached_tokens(client: Client, stream: bool) -> int:
     async with client.post("/v1/completions", json=body) as answer:
         text = await answer.text()
         assert answer.status == 200, text
-    last = text.split("data: ")[-2] if stream else text
-    return int(json.loads(last)["usage"]["prompt_tokens_details"]["cached_tokens"])
+    last = events(text)[-1] if stream else json.loads(text)
+    return int(last["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 async def said(*command: object) -> str:
@@ -91,15 +84,13 @@ async def openai(url: object) -> Any:
     return json.loads(await said(engine_python(), REPO / "tests/support/openai_client.py", url))
 
 
-async def real_clients(url: str, model: Path, tmp_path: Path, expected: Any) -> None:
+async def real_clients(front: Front, url: str, expected: Any) -> None:
     """The openai package, `vllm bench serve`, and hey, if it is installed."""
     assert await openai(url) == expected
-    bench = {"backend": "openai", "base-url": url, "model": "tiny", "tokenizer": model, "dataset-name": "random"}
-    bench |= {"random-input-len": 200, "random-output-len": 20, "num-prompts": 24, "max-concurrency": 8}
-    bench |= {"result-dir": tmp_path, "result-filename": "bench.json"}
-    options = [word for name, value in bench.items() for word in (f"--{name}", value)]
-    await said(engine_python(), "-c", BENCH, *options, "--ignore-eos", "--save-result")
-    assert json.loads((tmp_path / "bench.json").read_text())["completed"] == 24
+    options = {"base-url": url, "tokenizer": front.model, "random-input-len": 200, "random-output-len": 20}
+    options |= {"num-prompts": 24, "max-concurrency": 8}
+    measured = await asyncio.to_thread(bench_serve, front.zygote, front.logs, options)
+    assert measured["completed"] == 24
     if hey := shutil.which("hey"):
         body = json.dumps({"model": "tiny", "prompt": "What moves? " * 8, "max_tokens": 4})
         post = ("-m", "POST", "-T", "application/json", "-d", body)
@@ -188,11 +179,7 @@ class Front:
 
 
 async def healthy(client: Client) -> bool:
-    try:
-        async with client.get("/health") as answer:
-            return answer.status == 200
-    except aiohttp.ClientConnectionError:
-        return False
+    return await status_of(client, "/health") == 200
 
 
 @pytest.mark.long
@@ -235,7 +222,8 @@ async def routed(front: Front, tmp_path: Path) -> None:
         assert counts[0] == 0, "as P counts: D had no token either, but gets all from P"
         assert set(counts[1:]) <= set(cached)
         assert counts[4:] == [cached[1]] * 2, "both P have the prompt by now"
-        await real_clients(f"http://127.0.0.1:{router.args[-3]}", front.model, tmp_path, seen)
+        port = router.args[router.args.index("--port") + 1]
+        await real_clients(front, f"http://127.0.0.1:{port}", seen)
         await killed_and_replaced(front, client)
         await drained(front, client)
     await front.cluster.server.close()

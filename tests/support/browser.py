@@ -27,8 +27,8 @@ FLAGS = (
     "--no-sandbox",
     "--disable-gpu",
     "--disable-dev-shm-usage",
-    "--host-resolver-rules=MAP * ~NOTFOUND",
 )
+NO_NETWORK = "--host-resolver-rules=MAP * ~NOTFOUND"
 
 needs_browser = pytest.mark.skipif(
     BROWSER is None, reason="no browser: apt-get install chromium-headless-shell, or Chrome"
@@ -42,7 +42,7 @@ def answer(page: Path, *flags: str) -> Any:
     """
     for attempt in range(3):
         profile = f"--user-data-dir={page.parent}/profile{attempt}"
-        command = [str(BROWSER), *FLAGS, *flags, profile, "--dump-dom", page.as_uri()]
+        command = [str(BROWSER), *FLAGS, NO_NETWORK, *flags, profile, "--dump-dom", page.as_uri()]
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
         # Some installations wrap the browser in a shell, which exits with 128 + the signal's number.
         if 0 <= done.returncode < 128:
@@ -123,9 +123,8 @@ def tab(profile: Path) -> Iterator[Tab]:
     # A function before exec is not safe in a process with threads.
     start = "import os, sys; r, w, *command = sys.argv[1:]; os.dup2(int(r), 3); os.dup2(int(w), 4)"
     start += "; os.execv(command[0], command)"
-    rules = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
-    flags = [flag for flag in FLAGS if "resolver" not in flag]
-    command = [str(BROWSER), *flags, rules, "--remote-debugging-pipe", f"--user-data-dir={profile}"]
+    network = f"{NO_NETWORK}, EXCLUDE 127.0.0.1"
+    command = [str(BROWSER), *FLAGS, network, "--remote-debugging-pipe", f"--user-data-dir={profile}"]
     browser = subprocess.Popen(
         [sys.executable, "-c", start, *map(str, ends), *command],
         pass_fds=ends,
