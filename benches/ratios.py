@@ -269,7 +269,7 @@ def beside_the_floor() -> None:
             ("scattered", *(rng.permutation(blocks - 1).astype(np.int32)[:count] + np.int32(1) for _ in range(2))),
         ):
             cells: list[str] = []
-            ratios: list[Callable[[float], float]] = []
+            times: list[tuple[float, float]] = []
             for call in (plan.ids, plan.transfer):
                 asked = partial(call, count * 16, [Span(0, mine)], [Span(0, theirs)])
                 read = asked().reads[0]
@@ -282,9 +282,9 @@ def beside_the_floor() -> None:
                 )
                 ratio = f"**{ours / floor:.1f}×**"
                 cells += [f"{len(read.local):,}", f"{ours:,.1f} µs", f"{floor:,.1f} µs", ratio, f"{least:.1f} µs"]
-                ratios.append(lambda checks, ours=ours, floor=floor: ours / (floor + checks))
+                times.append((ours, floor))
             (checks,) = in_turns(partial(checked_by_numpy, mine, theirs, blocks), rounds=max(20, 400_000 // count // 4))
-            with_checks = " and ".join(f"{ratio(checks):.1f}×" for ratio in ratios)
+            with_checks = " and ".join(f"{ours / (floor + checks):.1f}×" for ours, floor in times)
             rows.append((f"{count:,}, {order}", *cells, f"{checks:,.1f} µs", with_checks))
     table(
         f"Plans beside the floor: {regions} regions, int32 arrays in",

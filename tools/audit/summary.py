@@ -22,10 +22,12 @@ _CONNECTOR = re.compile(r"^# What was audited: (\w+ of vLLM [\d.]+)$", re.MULTIL
 _ROW = re.compile(r"^\| `([\w/-]+)` \| ([a-z ]+) \|", re.MULTILINE)
 
 
-def rows(name: str) -> dict[str, str]:
-    """The verdict of each row of a file."""
-    text = (ROOT / f"benches/audit/{name}.md").read_text(encoding="utf-8")
-    return dict(_ROW.findall(text.partition("## All rows")[2]))
+def results(name: str) -> tuple[str, dict[str, str]]:
+    """The connector of a file, and the verdict of each row."""
+    head, _, rows = (ROOT / f"benches/audit/{name}.md").read_text(encoding="utf-8").partition("## All rows")
+    connector = _CONNECTOR.search(head)
+    assert connector is not None, name
+    return connector[1], dict(_ROW.findall(rows))
 
 
 def table() -> str:
@@ -35,13 +37,11 @@ def table() -> str:
         "|---|---|---:|---:|---:|---:|---|",
     ]
     for name, how in HOW.items():
-        text = (ROOT / f"benches/audit/{name}.md").read_text(encoding="utf-8")
-        connector = _CONNECTOR.search(text)
-        assert connector is not None, name
-        counts = Counter(rows(name).values())
+        connector, rows = results(name)
+        counts = Counter(rows.values())
         numbers = " | ".join(str(counts[verdict]) for verdict in ("right", "wrong", "refused"))
         link = f"[{name}.md](https://github.com/kvhma/kvhma/blob/main/benches/audit/{name}.md)"
-        lines.append(f"| {connector[1]} | {how} | {counts.total()} | {numbers} | {link} |")
+        lines.append(f"| {connector} | {how} | {counts.total()} | {numbers} | {link} |")
     return "\n".join(lines)
 
 
@@ -56,7 +56,8 @@ def confirmed() -> str:
     Raises:
         ValueError: a wrong row is of another kind.
     """
-    equal = {row: verdict for row, verdict in rows("results").items() if not _UNEQUAL_BLOCKS.search(row)}
+    _, rows = results("results")
+    equal = {row: verdict for row, verdict in rows.items() if not _UNEQUAL_BLOCKS.search(row)}
     counts = Counter(equal.values())
     for row, verdict in equal.items():
         if verdict == "wrong" and not _KINDS_IN_ENGINES.search(row):
