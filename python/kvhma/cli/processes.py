@@ -231,7 +231,8 @@ def _say(text: str) -> None:
 
 
 def _last_lines(log: Path, count: int) -> list[str]:
-    return [printable(line) for line in log.read_text(errors="replace").splitlines()[-count:]]
+    lines = filter(str.strip, log.read_text(errors="replace").splitlines())
+    return [printable(line) for line in [*lines][-count:]]
 
 
 def _check(processes: Processes) -> None:
@@ -254,7 +255,8 @@ def _until_healthy(parts: Sequence[Part], processes: Processes, signals: Signals
             tell += _TELL_SECONDS
             _say(f"{time.monotonic() - begun:.0f} s: waiting for {_names([*waiting])}")
             for name in waiting:
-                _say("".join(f"  {name}: {line[:160]}" for line in _last_lines(processes[name][1], 1)))
+                for line in _last_lines(processes[name][1], 1):
+                    _say(f"  {name}: {line[:160]}")
         signals.wait(_POLL_SECONDS)
 
 
