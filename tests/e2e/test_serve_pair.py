@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
+import time
+import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +47,7 @@ def test_one_command_serves_a_pair(model: Models, tmp_path: Path) -> None:
         started, env={**os.environ, **SEEN}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as pair:
         try:
-            said = [pair.stdout.readline() for _ in range(4)]
+            said = [pair.stdout.readline() for _ in range(5)]
             assert said[0] == f"ready: http://127.0.0.1:{port}/v1\n", pair.stderr.read()
             (prompt,) = prompts("pair", [101])
             body = {"model": str(served), "prompt": prompt, "max_tokens": 4, "temperature": 0}
@@ -85,16 +90,50 @@ def test_the_start_page_ends_with_its_answer(tmp_path: Path) -> None:
         text=True,
     ) as pair:
         try:
-            said = [pair.stdout.readline() for _ in range(4)]
+            said = [pair.stdout.readline() for _ in range(5)]
             run = subprocess.run(shlex.split(asked.replace(":8000", f":{port}")), capture_output=True, check=True)
             assert json.loads(run.stdout)["choices"][0]["message"]["content"] == shown
             (look,) = re.findall(r"curl -s http://.*", said[2])
             counted = subprocess.run(look, shell=True, capture_output=True, text=True, check=True).stdout
             assert counted.split()[-1] == "1.0", "the page's number"
+            if shutil.which("prometheus"):
+                assert scraped(page, said[3].split()[-1], tmp_path) == {"prefill": "1", "decode": "1"}
         finally:
             pair.send_signal(signal.SIGTERM)
             pair.wait(60)
     assert pair.returncode == 0
+
+
+def scraped(page: str, config: str, folder: Path) -> dict[str, str]:
+    """Run the page's Prometheus at another port until its graphs have data; return which processes it reaches."""
+    (words,) = re.findall(r"^prometheus (.*)$", page, re.MULTILINE)
+    (graphs,) = re.findall(r"\(http://127\.0\.0\.1:9091/graph\?(.*)\)", page)
+    asked = [values[0] for name, values in urllib.parse.parse_qs(graphs).items() if name.endswith(".expr")]
+    assert len(asked) == 2
+    address = f"127.0.0.1:{free_port()}"
+    own = {
+        "/tmp/kvhma-.../prometheus.yml": config,
+        "/tmp/kvhma-metrics": str(folder / "data"),
+        "127.0.0.1:9091": address,
+    }
+    for old, new in own.items():
+        assert old in words
+        words = words.replace(old, new)
+    with (folder / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen(["prometheus", *words.split()], stdout=log, stderr=log)
+    try:
+
+        def found(query: str) -> list[dict[str, Any]]:
+            url = f"http://{address}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
+            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=10) as answer:
+                return list(json.load(answer)["data"]["result"])
+            return []
+
+        until(lambda: all(map(found, asked)), lambda: time.sleep(0.5))
+        return {one["metric"]["job"]: one["value"][1] for one in found("up")}
+    finally:
+        process.terminate()
+        process.wait(30)
 
 
 def of_group_leaders(pid: int) -> list[int]:

@@ -81,11 +81,16 @@ def check_compose(path):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_compose_file_is_one(tmp_path):
+@pytest.mark.parametrize(
+    ("path", "right", "wrong"),
+    [(COMPOSE, "healthcheck:", "healthchecks:"), (EXAMPLES / "grafana/compose.yaml", "content:", "contents:")],
+    ids=["engines", "dashboard"],
+)
+def test_compose_file_is_one(path, right, wrong, tmp_path):
     pytest.importorskip("check_jsonschema", reason="make dev installs it")
-    ended = check_compose(COMPOSE)
+    ended = check_compose(path)
     assert ended.returncode == 0, ended.stdout
-    (tmp_path / "compose.yaml").write_text(COMPOSE.read_text().replace("healthcheck:", "healthchecks:"))
+    (tmp_path / "compose.yaml").write_text(path.read_text().replace(right, wrong))
     assert check_compose(tmp_path / "compose.yaml").returncode == 1
 
 

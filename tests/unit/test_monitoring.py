@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("yaml")
+yaml = pytest.importorskip("yaml")
 
+from kvhma.cli.serve_pair import _scrapes
 from support.monitoring import DASHBOARD, EXAMPLES, alert_queries, dashboard_queries, metrics_of
 
 ROOT = EXAMPLES.parent
+COMPOSE = EXAMPLES / "grafana/compose.yaml"
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="no promtool: apt-get install prometheus")
 
@@ -34,6 +36,48 @@ def promtool(*arguments: str) -> str:
 def test_prometheus_takes_the_files() -> None:
     assert f"{len(alert_queries())} rules found" in promtool("check", "rules", "kvhma-alerts.yml")
     promtool("check", "config", "prometheus.yml")
+
+
+@needs_promtool
+def test_prometheus_takes_what_serve_pair_writes(tmp_path: Path) -> None:
+    (tmp_path / "prometheus.yml").write_text(_scrapes({"prefill": 1, "decode": 2, "router": 3}))
+    promtool("check", "config", str(tmp_path / "prometheus.yml"))
+
+
+def test_the_dashboard_of_compose() -> None:
+    """What it mounts is there, Grafana asks that Prometheus, and looks for the dashboard where it is mounted."""
+    form = yaml.safe_load(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", COMPOSE.read_text()))
+    prometheus, grafana = form["services"]["prometheus"], form["services"]["grafana"]
+    mounts = {
+        name: {Path(mount["target"]): (COMPOSE.parent / mount["source"]).resolve() for mount in service["volumes"]}
+        for name, service in form["services"].items()
+    }
+    at = Path("/etc/prometheus")
+    for name in ("prometheus.yml", "kvhma-alerts.yml"):
+        assert mounts["prometheus"][at / name] == EXAMPLES / "prometheus" / name
+    rules = yaml.safe_load((EXAMPLES / "prometheus/prometheus.yml").read_text())["rule_files"]
+    assert rules == [(at / "kvhma-alerts.yml").name]
+    listens = dict(word.removeprefix("--").split("=") for word in prometheus["command"])
+    assert listens["config.file"] == str(at / "prometheus.yml")
+    given = {
+        Path(one["target"]).parent.name: yaml.safe_load(form["configs"][one["source"]]["content"])
+        for one in grafana["configs"]
+    }
+    assert {Path(one["target"]).parents[1] for one in grafana["configs"]} == {Path("/etc/grafana/provisioning")}
+    (source,) = given["datasources"]["datasources"]
+    assert source["url"] == f"http://{listens['web.listen-address']}"
+    (wanted,) = (
+        one["query"] for one in json.loads(DASHBOARD.read_text())["templating"]["list"] if one["name"] == "source"
+    )
+    assert source["type"] == wanted
+    ((dashboard, file),) = mounts["grafana"].items()
+    assert file == DASHBOARD
+    assert grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == str(dashboard)
+    (provider,) = given["dashboards"]["providers"]
+    assert provider["options"]["path"] == str(dashboard.parent)
+    assert all(service["network_mode"] == "host" for service in form["services"].values())
+    for address in (listens["web.listen-address"], grafana["environment"]["GF_SERVER_HTTP_ADDR"]):
+        assert address.startswith("127.0.0.1")
 
 
 @needs_promtool

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 
 import pytest
 
@@ -82,6 +84,12 @@ def test_what_clients_ask(monkeypatch, tmp_path, installed, arguments, module):
     assert f"--port 7 --prefill http://{prefill.address} --decode http://{decode.address}" in command
     assert front.address == "127.0.0.1:7"
     assert all("--enable-prompt-tokens-details" in engine.command for engine in (prefill, decode))
+    config = json.loads((tmp_path / "prometheus.yml").read_text())
+    (of_router,) = re.findall(r"--prometheus-port (\d+)", command) or [None]
+    addresses = {"prefill": prefill.address, "decode": decode.address, "router": of_router and f"127.0.0.1:{of_router}"}
+    scraped = {job["job_name"]: job["static_configs"] for job in config["scrape_configs"]}
+    assert scraped == {name: [{"targets": [address]}] for name, address in addresses.items() if address}
+    assert (of_router is None) == (module == "kvhma.proxy")
 
 
 def test_missing_programs_are_named(monkeypatch):

@@ -64,27 +64,36 @@ def serve_pair(
             raise click.UsageError(f"{module} is not installed: {install_command(extra)}")
     folder = logs or Path(tempfile.mkdtemp(prefix="kvhma-"))
     folder.mkdir(parents=True, exist_ok=True)
-    prefill, decode, prefill_side, decode_side = free_ports(4)
+    prefill, decode, prefill_side, decode_side, of_router = free_ports(5)
     environment = with_secret(os.environ)
     engines = [
         _engine("prefill", model, options, prefill, prefill_side, folder, of_engines, environment),
         _engine("decode", model, options, decode, decode_side, folder, of_engines, environment),
     ]
     urls = [f"http://127.0.0.1:{number}" for number in (prefill, decode)]
-    asked = [*_front(front), "--host", host, "--port", str(port), "--prefill", urls[0], "--decode", urls[1]]
+    asked = [*_front(front, of_router), "--host", host, "--port", str(port), "--prefill", urls[0], "--decode", urls[1]]
     click.echo(f"starting a prefill and a decode engine; logs are in {folder}", err=True)
     if front == "proxy" and not of_engines["front"]:
         click.echo(f"clients ask kvhma.proxy; for vllm-router: {install_command('router')}", err=True)
     parts = [*engines, Part(front, asked, os.environ, folder / f"{front}.log", f"{host}:{port}")]
-    return run(parts, _ready(model, f"http://{host}:{port}", urls[1]))
+    config = folder.absolute() / "prometheus.yml"
+    metrics = {"prefill": prefill, "decode": decode} | ({"router": of_router} if front == "router" else {})
+    config.write_text(_scrapes(metrics))
+    return run(parts, _ready(model, f"http://{host}:{port}", urls[1], config))
 
 
-def _front(name: str) -> list[str]:
+def _front(name: str, metrics: int) -> list[str]:
     """Return the command of what clients ask, without its addresses."""
     if name == "proxy":
         return [sys.executable, "-m", "kvhma.proxy"]
     router = [sys.executable, "-m", "vllm_router.launch_router", "--vllm-pd-disaggregation", "--policy", "round_robin"]
-    return [*router, "--prometheus-port", str(free_ports(1)[0]), *_CHECKS.split()]
+    return [*router, "--prometheus-port", str(metrics), *_CHECKS.split()]
+
+
+def _scrapes(ports: Mapping[str, int]) -> str:
+    """Return the configuration of a Prometheus that scrapes the processes at these ports; JSON is YAML too."""
+    jobs = [{"job_name": job, "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]} for job, port in ports.items()]
+    return json.dumps({"global": {"scrape_interval": "5s"}, "scrape_configs": jobs}, indent=2) + "\n"
 
 
 def _engine(
@@ -151,12 +160,13 @@ def _server(model: str) -> Sequence[str]:
     return "vllm.entrypoints.launchers.api_server.entry", "--model", model
 
 
-def _ready(model: str, url: str, decode: str) -> str:
+def _ready(model: str, url: str, decode: str, config: Path) -> str:
     body = json.dumps({"model": model, "prompt": "The quick brown fox jumps", "max_tokens": 16})
     return (
         f"ready: {url}/v1\n"
         f"  ask:  curl -s {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n"
         f"  see that the cache moved: curl -s {decode}/metrics | grep '^vllm:kvhma_load_seconds_count'\n"
+        f"  for Prometheus: {config}\n"
         "Ctrl-C stops all three."
     )
 
