@@ -19,6 +19,7 @@ from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from kvhma.vllm import internals
 from kvhma.vllm.holds import engine_loop
 from kvhma.vllm.holds.lease_table import OVERDUE_SECONDS
+from kvhma.vllm.telemetry import stats
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import PrefillParams
 from kvhma.vllm.wire.secrets import Secrets
@@ -41,6 +42,7 @@ class Loop(EngineCoreProc):
             set_pause_state=lambda state: setattr(self.scheduler, "pause_state", state),
             pause_state=PauseState.UNPAUSED,
         )
+        self.stats = []
         self.asked = []
         """Requests that wait for a step."""
         self.input_queue, self.output_queue, self.aborts_queue = queue.Queue(), queue.Queue(), queue.Queue()
@@ -64,13 +66,16 @@ class Loop(EngineCoreProc):
             self.ended.set_exception(error)
 
     def _step(self):
-        self.steps += 1
+        if not self.scheduler.has_requests():  # vLLM asks again
+            return {}, False
         for name in self.asked:
             asked = request(name, params={"do_remote_decode": True})
             self.kvhma.on_request_added(asked)
             self.params = self.kvhma.on_request_finished(asked, tables(self.kvhma))
         self.asked.clear()
         self.kvhma.on_step(STEP)
+        self.stats.append(self.kvhma.take_stats())
+        self.steps += 1
         self.stuck.wait()
         return {}, False
 
@@ -147,17 +152,47 @@ def goes_on(loop, steps=100):
     until(lambda: loop.steps > before + steps)
 
 
-def test_an_engine_that_keeps_blocks_rests(loop):
+def test_an_engine_that_keeps_blocks_rests(loop, monkeypatch):
     """Formerly it stepped about 400 times a second, in scheduler and workers, until its lease ended or was read."""
+    monkeypatch.setattr(engine_loop, "_STEP_SECONDS", 1e9)
     claim = loop.keep()
-    assert steps_in(loop, 1.5) <= 1
+    assert steps_in(loop, 1.5) == 0
     loop.release(claim)
     assert kept(loop.kvhma), "no request needs them at once"
     before = loop.steps
     until(lambda: not kept(loop.kvhma))
+    assert steps_in(loop, 1.5) == 0
+    assert loop.steps == before, "formerly a step, after which each worker spun for a second"
+
+
+def test_what_it_has_freed_is_reported_once(loop, monkeypatch):
+    """VLLM reports gauges with a step, and how full its cache is."""
+    monkeypatch.setattr(engine_loop, "_STEP_SECONDS", 1e9)
+    monkeypatch.setattr(stats, "_GAUGE_SECONDS", 0.0)
+    claims = [loop.keep("a"), loop.keep("b")]
+    assert loop.stats[-1].data["held_leases"] == 2
+    before = loop.steps
+    for claim in claims:
+        loop.release(claim)
+    until(lambda: not kept(loop.kvhma))
+    assert loop.steps == before
+    monkeypatch.setattr(engine_loop, "_STEP_SECONDS", 0.1)
     until(lambda: loop.steps > before)
     assert steps_in(loop, 1.5) == 0
-    assert loop.steps - before == 1
+    assert loop.steps == before + 1
+    assert loop.stats[-1].data["held_leases"] == 0
+
+
+def test_a_pause_does_not_wait_for_a_report(loop, monkeypatch):
+    """The report follows after it."""
+    loop.release(loop.keep())
+    until(lambda: not kept(loop.kvhma))
+    assert loop.tell("pause_scheduler", "wait", True) is None
+    monkeypatch.setattr(engine_loop, "_STEP_SECONDS", 0.0)
+    assert steps_in(loop, 1.5) == 0
+    before = loop.steps
+    loop.tell("resume_scheduler")
+    until(lambda: loop.steps > before)
 
 
 def test_a_step_of_its_own_frees_what_has_ended(loop):
@@ -188,13 +223,14 @@ def test_it_is_asked_to_step_once_however_long_the_step_takes(loop, monkeypatch)
     first, second = loop.keep("a"), loop.keep("b")
     loop.stuck.clear()
     before = loop.steps
-    loop.release(first)
+    loop.input_queue.put((b"ask", "c"))
     until(lambda: loop.steps > before)
+    loop.release(first)
     loop.release(second)
     time.sleep(0.3)
-    assert loop.input_queue.qsize() <= 1
+    assert loop.input_queue.qsize() == 1
     loop.stuck.set()
-    until(lambda: not kept(loop.kvhma))
+    until(lambda: len(loop.kvhma.context.leases) == 1 and not loop.kvhma.context.leases.has_ended())
 
 
 @pytest.mark.parametrize("what", ["a pause", "a shutdown"])

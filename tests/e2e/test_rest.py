@@ -11,6 +11,7 @@ import pytest
 
 from support.engines import Engine, Zygote, engines
 from support.handoff import all_free, arguments, decode, hand_over, kvhma, prefill, prompts, same
+from support.waiting import until
 
 NAME = "nemotron_h"
 IDLE_STEPS = "_kvhma_scheduler._idle_steps"
@@ -41,6 +42,7 @@ def test_p_rests_while_it_keeps_blocks(
         before = idle_steps(p)
         time.sleep(2)
         assert idle_steps(p) - before <= 1
+        until(lambda: p.sample("vllm:kv_cache_usage_perc") == 0)  # a step reports it
         same(NAME, hand_over(p, d, after), expected[2], "after a rest")
         for engine in (p, d):
             all_free(engine)

@@ -26,7 +26,7 @@ from support.handoff import arguments, kvhma, prompts
 from support.router import ROUTER, Cluster, command_of_kubernetes, pod, started, status_of
 from support.streams import events
 from support.tokenizer import with_tokenizer
-from support.waiting import HANG_SECONDS
+from support.waiting import HANG_SECONDS, until
 
 pytestmark = pytest.mark.skipif(ROUTER is None, reason="needs vllm-router: pip install '.[router]'")
 
@@ -227,9 +227,9 @@ async def routed(front: Front, tmp_path: Path) -> None:
         await killed_and_replaced(front, client)
         await drained(front, client)
     await front.cluster.server.close()
-    for host, engine in front.engines.items():
+    for engine in front.engines.values():
         engine.idle(free=engine.state()["all_blocks"] - 1)
-        assert engine.sample("vllm:kvhma_held_leases") == 0, host
+        until(lambda engine=engine: engine.sample("vllm:kvhma_held_leases") == 0)
 
 
 async def killed_and_replaced(front: Front, client: Client) -> None:

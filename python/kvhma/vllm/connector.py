@@ -179,7 +179,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.make_room()
 
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM must step with nothing to compute. Nothing is pushed; held blocks need no steps."""
+        """Whether vLLM must step with nothing to compute. Nothing is pushed, and held blocks are freed here."""
         return self._scheduler.needs_step()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -52,7 +52,7 @@ class KvhmaScheduler:
         self.decode = DecodeScheduler(self.context)
         self.kept_turns = KeptTurns(self.context, self.prefill) if engine.keeps_answers else None
         self.hits_may_differ = True
-        self._loop = EngineLoop(leases, self.context.peers)
+        self._loop = EngineLoop(leases, self.context.peers, self.prefill.free_ended_leases)
         self._idle_steps = 0
         """Steps without work since the last step with work."""
 
@@ -121,7 +121,7 @@ class KvhmaScheduler:
         return self.prefill.free_ended_leases() or (self.kept_turns is not None and self.kept_turns.make_room())
 
     def needs_step(self) -> bool:
-        """Return whether vLLM must make a step though there is nothing to compute."""
+        """Return whether vLLM must make a step with nothing to compute; free blocks whose lease has ended."""
         if self.prefill.digests.is_waiting or (self.kept_turns is not None and self.kept_turns.is_settling):
             return True
         return self._loop.must_step()

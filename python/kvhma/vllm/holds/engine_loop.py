@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's loop in the scheduler's process: the engine sleeps while all it has to do is to hold blocks for readers.
 
-    vLLM    step, step, .................................. step, ......................... step
-    held    | request ends            read, released |        |
-    ticks         .     .     .     .     .     .     x  wakes the loop, which frees the blocks
+    vLLM    step, step, ................................................................. step
+    held    | request ends            read, released |
+    ticks         .     .     .     .     .     .     x  wakes the loop, which frees the blocks and sleeps on
 
 If vLLM itself delays the freeing of blocks for its connector, the scheduler and every worker step without a pause until
 then. The connector holds blocks without that, see :mod:`kvhma.vllm.holds.held_blocks`. No request waits for the
 blocks of ended leases: a new request makes the engine step, and each step frees them.
+
+A sleeping engine frees them without a step. A step wakes the workers, which then spin for a second: on shared cores
+they slow down the decode engine that has just read.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvhma.vllm.holds.lease_table import LeaseTable
@@ -28,10 +32,10 @@ STEPS_UNDER_WAY = 2
 steps that were in flight at that moment have ended."""
 
 _TICK_SECONDS = 0.5
-"""A sleeping engine checks its leases this often, so that it makes one step for all that ended meanwhile."""
+"""A sleeping engine checks its leases this often, and frees the blocks of all that ended meanwhile."""
 
 _STEP_SECONDS = 5.0
-"""After so long a sleeping engine makes a step in any case: a step reports the metrics."""
+"""After so long a sleeping engine that holds or has freed blocks makes a step: a step reports the metrics."""
 
 
 class EngineLoop:
@@ -43,44 +47,63 @@ class EngineLoop:
     * vLLM pauses or shuts down. Then it waits until the engine holds no blocks.
     """
 
-    def __init__(self, leases: LeaseTable, peers: Peers) -> None:
-        """Check leases in the thread of `peers` while the loop sleeps."""
+    def __init__(self, leases: LeaseTable, peers: Peers, free: Callable[[], bool]) -> None:
+        """Check leases in the thread of `peers` while the loop sleeps, and `free` what has ended in the loop's."""
         self._leases = leases
         self._peers = peers
+        self._free = free
         self._engine: EngineCoreProc | None = None
         self._searched = False
         self._due = False
-        """Whether a wake-up was sent and no step was made since."""
+        """Whether a wake-up was sent and not handled yet."""
+        self._is_reported = True
+        """Whether no blocks were freed since the last step."""
         self._stepped_at = 0.0
         self._is_checking = False
         """Whether :meth:`_tick` will run."""
 
     def on_step(self) -> None:
         """Note that a step is made."""
-        self._due, self._stepped_at = False, time.monotonic()
+        self._due, self._is_reported, self._stepped_at = False, True, time.monotonic()
 
     def must_step(self) -> bool:
-        """Return whether vLLM must make a step now, though it computes nothing. Only vLLM's loop may call this."""
-        if self._leases.is_empty:
+        """Return whether vLLM must make a step now, though it computes nothing; free what has ended since a wake-up.
+
+        Only vLLM's loop may call this.
+        """
+        if self._is_done():
             self._due = False
             return False
         if not self._searched:
             self._searched, self._engine = True, calling_engine()
         engine = self._engine
-        if self._due or engine is None or not engine.is_running() or engine.is_scheduler_paused():
-            return True
+        if engine is None or not engine.is_running() or engine.is_scheduler_paused():
+            return not self._leases.is_empty
+        if self._due:
+            self._due = False  # before the look: a lease that ends after it sends another wake-up
+            self._is_reported &= not self._free()
+            if self._is_step_due(time.monotonic()):
+                self._due = True  # also for the next call: vLLM asks again within the step
+                return True
         if not self._is_checking:
             self._is_checking = self._peers.run_task(self._tick, at=time.monotonic() + _TICK_SECONDS)
         return False
 
     def _tick(self, now: float) -> float:
         self._is_checking = False  # before the look: if a lease is held after it, `must_step` runs this again
-        if self._leases.is_empty:
+        if self._is_done():
             return math.inf
         self._is_checking = True
-        if self._leases.has_ended() or now - self._stepped_at >= _STEP_SECONDS:
+        if self._leases.has_ended() or self._is_step_due(now):
             self._wake_up()
         return now + _TICK_SECONDS
+
+    def _is_done(self) -> bool:
+        """Return whether the engine holds no blocks, and has reported that."""
+        return self._leases.is_empty and self._is_reported
+
+    def _is_step_due(self, now: float) -> bool:
+        return now - self._stepped_at >= _STEP_SECONDS
 
     def _wake_up(self) -> None:
         """Make the loop ask :meth:`must_step` again. If it is in a step, it asks after that."""

@@ -33,7 +33,7 @@ LATE_READER_SECONDS = 2.0
 """After one of several readers has read, how long P holds the blocks for readers that have not claimed them yet."""
 
 OVERDUE_SECONDS = 1.0
-"""How long P holds blocks after a step has found that their lease was not renewed in time.
+"""How long P holds blocks after it has found that their lease was not renewed in time.
 
 P itself may be late: renewals stay unread while its process is stopped or gets no processor time.
 """
@@ -122,7 +122,7 @@ class _Held:
         claimed: whether it ever had a reader.
         read: whether a reader has read it, or no longer needs it.
         late_readers_until: after it was read, until when P holds it for readers that have not claimed it yet.
-        overdue_since: when a step first found that its lease was not renewed in time; None if it was.
+        overdue_since: when P first found that its lease was not renewed in time; None if it was.
         content: digest of the blocks' content; None unless the workers have summed it.
         place: of its mark on the lease boards; None if the boards were full.
     """
