@@ -112,7 +112,7 @@ def scraped(page: str, config: str, folder: Path) -> dict[str, str]:
     assert len(asked) == 2
     address = f"127.0.0.1:{free_port()}"
     own = {
-        "/tmp/kvhma-.../prometheus.yml": config,
+        "$PROMETHEUS_CONFIG": config,
         "/tmp/kvhma-metrics": str(folder / "data"),
         "127.0.0.1:9091": address,
     }
@@ -130,6 +130,8 @@ def scraped(page: str, config: str, folder: Path) -> dict[str, str]:
             return []
 
         until(lambda: all(map(found, asked)), lambda: time.sleep(0.5))
+        with urllib.request.urlopen(f"http://{address}/graph?{graphs}", timeout=10) as page_of_graphs:
+            assert page_of_graphs.url.endswith(graphs), "a redirection keeps the queries"
         return {one["metric"]["job"]: one["value"][1] for one in found("up")}
     finally:
         process.terminate()

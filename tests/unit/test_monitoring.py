@@ -46,7 +46,9 @@ def test_prometheus_takes_what_serve_pair_writes(tmp_path: Path) -> None:
 
 def test_the_dashboard_of_compose() -> None:
     """What it mounts is there, Grafana asks that Prometheus, and looks for the dashboard where it is mounted."""
-    form = yaml.safe_load(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", COMPOSE.read_text()))
+    form = yaml.safe_load(
+        re.sub(r"\$\{PROMETHEUS_CONFIG:\?[^}]*\}", "../prometheus/prometheus.yml", COMPOSE.read_text())
+    )
     prometheus, grafana = form["services"]["prometheus"], form["services"]["grafana"]
     mounts = {
         name: {Path(mount["target"]): (COMPOSE.parent / mount["source"]).resolve() for mount in service["volumes"]}

@@ -84,7 +84,7 @@ def test_what_clients_ask(monkeypatch, tmp_path, installed, arguments, module):
     assert f"--port 7 --prefill http://{prefill.address} --decode http://{decode.address}" in command
     assert front.address == "127.0.0.1:7"
     assert all("--enable-prompt-tokens-details" in engine.command for engine in (prefill, decode))
-    config = json.loads((tmp_path / "prometheus.yml").read_text())
+    config = json.loads((tmp_path / "kvhma-prometheus.yml").read_text())
     (of_router,) = re.findall(r"--prometheus-port (\d+)", command) or [None]
     addresses = {"prefill": prefill.address, "decode": decode.address, "router": of_router and f"127.0.0.1:{of_router}"}
     scraped = {job["job_name"]: job["static_configs"] for job in config["scrape_configs"]}

@@ -76,9 +76,10 @@ def serve_pair(
     if front == "proxy" and not of_engines["front"]:
         click.echo(f"clients ask kvhma.proxy; for vllm-router: {install_command('router')}", err=True)
     parts = [*engines, Part(front, asked, os.environ, folder / f"{front}.log", f"{host}:{port}")]
-    config = folder.absolute() / "prometheus.yml"
+    config = folder.absolute() / "kvhma-prometheus.yml"
     metrics = {"prefill": prefill, "decode": decode} | ({"router": of_router} if front == "router" else {})
     config.write_text(_scrapes(metrics))
+    config.chmod(0o644)  # a container's Prometheus is another user
     return run(parts, _ready(model, f"http://{host}:{port}", urls[1], config))
 
 
