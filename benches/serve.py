@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm bench serve`` against P, D and a proxy: kvhma, vLLM's NixlConnector in three forms, and one plain engine.
 
-All columns serve the same random prompts in turns, and the engines of the other columns are stopped meanwhile. A round
-is one run of each column; ratios are taken within a round. Prints Markdown, which is benches/RESULTS_SERVE.md. Needs the
+Columns serve the same random prompts in turns, and the engines of the other columns are stopped meanwhile. A round is
+one run of each column, or of the two on even terms; ratios are taken within a round. Prints Markdown, which is benches/RESULTS_SERVE.md. Needs the
 engines of `make e2e`, and `tests` on the path.
 
     python benches/serve.py [--models gemma3 DIRECTORY ...] [--cells 0:10 0:32 ...] [--starts 3] [--requests 80]
@@ -174,41 +174,47 @@ def served(zygote: Zygote, model: Path, name: str, folder: Path, columns: Sequen
 
 @dataclass
 class Table:
-    """The rounds of one model, workload and concurrency: the client's numbers by column."""
+    """The rounds of one model, workload and concurrency: of each, the client's numbers by column."""
 
     title: str
-    found: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    requests: int
+    starts: int
+    rounds: list[Mapping[str, dict[str, Any]]] = field(default_factory=list)
 
     def markdown(self) -> str:
         """Medians, and kvhma's ratio to each other column in the same round with its quartiles."""
-        columns = [column for column in COLUMNS if column in self.found]
-        lines = [f"\n### {self.title}\n", f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+        columns = self._columns()
+        whole, even = sum(len(found) == len(columns) for found in self.rounds), len(self.rounds)
+        rounds = f"{whole} rounds" + (f", {even} on even terms" if even > whole else "")
+        lines = [
+            f"\n### {self.title}\n",
+            f"{self.requests} requests in a run; {rounds}; {self.starts} starts of all engines.\n",
+            f"| | {' | '.join(columns)} |",
+            "|---" * (len(columns) + 1) + "|",
+        ]
         for measure in MEASURES:
             cells = [self._cell(measure, column) for column in columns]
             lines.append(f"| {measure.what} | {' | '.join(cells)} |")
         return "\n".join(lines)
 
-    def requests(self) -> dict[str, float]:
+    def rates(self) -> dict[str, float]:
         """Requests a second of each column, as a share of kvhma's in the same round: medians."""
         return {
             column: statistics.median(1 / ratio for ratio in self._ratios(MEASURES[0], column))
-            for column in COLUMNS
-            if column in self.found
+            for column in self._columns()
         }
 
-    def add(self, results: Mapping[str, dict[str, Any]]) -> None:
-        """Add a whole round: what the client measured, by column."""
-        for column, result in results.items():
-            self.found.setdefault(column, []).append(result)
+    def _columns(self) -> list[str]:
+        return [column for column in COLUMNS if any(column in found for found in self.rounds)]
 
     def _cell(self, measure: Measure, column: str) -> str:
-        shown = f"{statistics.median(found[measure.key] for found in self.found[column]):,.2f}{measure.unit}"
+        values = [found[column][measure.key] for found in self.rounds if column in found]
+        shown = f"{statistics.median(values):,.2f}{measure.unit}"
         return shown if column == OURS else f"{shown}, {compared(self._ratios(measure, column))}"
 
     def _ratios(self, measure: Measure, column: str) -> list[float]:
         """Kvhma compared with a column in each round; above 1 is better for kvhma, for times and for rates."""
-        rounds = zip(self.found[OURS], self.found[column], strict=True)
-        pairs = [(ours[measure.key], theirs[measure.key]) for ours, theirs in rounds]
+        pairs = [(found[OURS][measure.key], found[column][measure.key]) for found in self.rounds if column in found]
         return [ours / theirs if measure.more else theirs / ours for ours, theirs in pairs]
 
 
@@ -217,12 +223,11 @@ HEAD = """\
 
 Made by `benches/serve.py` (`make bench-serve`): `vllm bench serve` asks P and D through `kvhma.proxy`, or one engine
 directly. The engines are vLLM {vllm} on CPUs, in float32; tiny models have random weights. Prompts are random, and lengths
-vary by half. A run has {requests} requests, or a tenth of them if one is asked at a time, where p99 is about the slowest.
-Prefix caches are off.
+vary by half. Prefix caches are off. With few requests in a run p99 is about the slowest.
 
 The machine is shared and noisy, so ratios count: above 1 is better for kvhma in each row. They are taken within a round,
-so they need not be those of the medians beside them. Brackets have the quartiles of the ratios of {rounds} rounds, in
-{starts} starts of all engines; with 1 between them it is a tie.
+so they need not be those of the medians beside them. Brackets have the quartiles of the ratios; with 1 between them it is
+a tie. *Even terms* may have more rounds than other columns, since differences are small there.
 
 *NixlConnector* is vLLM's as it is, and its progress threads spin. *Even terms* is the same class, whose threads sleep as
 kvhma's do. *Without HMA* starts it with `--disable-hybrid-kv-cache-manager`. *One engine* has all cores and no hand-off.
@@ -250,13 +255,15 @@ def main() -> None:
     parser.add_argument("--columns", nargs="*", default=[*COLUMNS], choices=COLUMNS)
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=1, help="of each start")
+    parser.add_argument(
+        "--even-rounds", type=int, default=2, help="more rounds of kvhma and even terms, after each round"
+    )
     parser.add_argument("--requests", type=int, default=80, help="of a run; a tenth if one is asked at a time")
     parser.add_argument("--picture", type=Path, help="an SVG of the requests a second")
     options = parser.parse_args()
     env = {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{Path(__file__).resolve().parent}"}
     machine = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores for engines, proxy and client"
-    rounds = {"rounds": options.starts * options.rounds, "starts": options.starts, "requests": options.requests}
-    print(HEAD.format(**rounds, machine=machine, vllm=vllm_version()), flush=True)
+    print(HEAD.format(machine=machine, vllm=vllm_version()), flush=True)
     shown: dict[str, dict[str, float]] = {}
     for name in options.models:
         tables: dict[tuple[int, int], Table] = {}
@@ -267,7 +274,7 @@ def main() -> None:
         finally:  # what was measured before a failure is worth its hour
             for table in tables.values():
                 print(table.markdown(), flush=True)
-                shown[table.title] = table.requests()
+                shown[table.title] = table.rates()
     if options.picture:
         about = "Requests a second, compared with kvhma's in the same round: medians; longer is better"
         options.picture.write_text(draw("Serving, by vLLM's own client", about, shown, "{:.2f} ×".format))
@@ -290,20 +297,23 @@ def measure(
         for column in columns:  # the first run of engines does much for the first time
             with alone(found[column].engines, running):
                 found[column].ask(zygote, folder, model, WORKLOADS[0], 4, 8, 0)
-        for number in range(options.rounds):
-            for index, at_once in options.cells:
-                workload = WORKLOADS[index]
-                title = f"{Path(name).name}, {workload.name}: {workload.tokens_in:,} tokens in, "
-                title += f"{workload.tokens_out} out, {at_once} at a time"
-                requests = options.requests if at_once > 1 else max(1, options.requests // 10)
+        even = [column for column in (OURS, EVEN) if column in columns]
+        more = [even[:: -1 if (start + number) % 2 else 1] for number in range(options.even_rounds)]
+        rounds = [order for number in range(options.rounds) for order in (rotated(columns, start + number), *more)]
+        for index, at_once in options.cells:
+            workload = WORKLOADS[index]
+            title = f"{Path(name).name}, {workload.name}: {workload.tokens_in:,} tokens in, "
+            title += f"{workload.tokens_out} out, {at_once} at a time"
+            requests = options.requests if at_once > 1 else max(1, options.requests // 10)
+            for number, order in enumerate(rounds):
                 results: dict[str, dict[str, Any]] = {}
-                for column in rotated(columns, start + number):
+                for column in order:
                     with alone(found[column].engines, running):
                         seed = 1000 * start + number
                         result = found[column].ask(zygote, folder, model, workload, at_once, requests, seed)
                     results[column] = result
                     print(f"{title}: {column}: {result['request_throughput']:.2f}/s", file=sys.stderr, flush=True)
-                tables.setdefault((index, at_once), Table(title)).add(results)
+                tables.setdefault((index, at_once), Table(title, requests, options.starts)).rounds.append(results)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 OF_THE_SITE = [*PAGES, "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
 OF_THE_SITE += sorted(f"benches/{path.name}" for path in (ROOT / "benches").glob("*.md"))
-NOT_RUN = {"chmod", "curl", "eval", "hf", "make", "openssl", "pip", "vllm"}
+NOT_RUN = {"chmod", "curl", "docker", "eval", "hf", "make", "openssl", "pip", "prometheus", "vllm"}
 """Starts of lines that a block may have which is not run, and files of examples/ and tools/."""
 EXAMPLE = re.compile(r"^(?:[A-Z_]+=\S* )*(?:python )?((?:examples|tools)/[\w./-]+)")
 

@@ -27,10 +27,12 @@ OTHERS_OPTIONS = {
     "--enable-ssrf-protection": "llm-d's sidecar",
     "--kv-cache-memory-bytes": "vLLM",
     "--next-turn": "proposed to vllm-router",
+    "--no-install-recommends": "apt-get",
     "--otlp-traces-endpoint": "vLLM",
     "--prefill-max-retries": "llm-d's sidecar",
     "--repo": "gh",
     "--set": "helm",
+    "--storage": "Prometheus",
     "--vllm-port": "llm-d's sidecar",
 }
 """Options of programs of others that no file of the repository uses."""

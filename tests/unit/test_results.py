@@ -155,8 +155,9 @@ def claims() -> dict[str, tuple[str, str, str]]:
     torch = [number(cells[-1]) for table in tables("benches/RESULTS_TORCH.md") for cells in table.rows]
     sums = [number(cells[-1]) for cells in tables("benches/RESULTS_DIGESTS.md")[0].rows]
     share, equal, rows = fewer_bytes()
-    rates = serving("requests", EVEN)
-    assert {verdict for _, verdict in rates.values()} == {"tie", "worse"}
+    rates = sorted(serving("requests", EVEN).values())
+    (slowest, of_slowest), (fastest, of_fastest) = rates[0], rates[-1]
+    assert (of_slowest, of_fastest) == ("tie", "better"), "the row below names both"
     return {
         "longest delay of a step while 16 large caches arrive": (
             f"{short(steps[-1][1])} ms; `NixlConnector` {short(steps[-1][2])} ms",
@@ -169,9 +170,9 @@ def claims() -> dict[str, tuple[str, str, str]]:
             f"{min(first):.2f} ×; with a core each {number(apart.cell('first token', '/')):.2f} ×, a tie",
         ),
         "requests a second, 1 to 32 at a time, on even terms": (
-            "",
-            f"{sum(verdict == 'tie' for _, verdict in rates.values())} of {len(rates)} rows",
-            f"**{min(rates.values())[0]:.2f} ×**",
+            f"{fastest:.2f} ×",
+            f"{sum(verdict == 'tie' for _, verdict in rates)} of {len(rates)} rows",
+            f"{slowest:.2f} ×, a tie; **{min(ratio for ratio, verdict in rates if verdict == 'worse'):.2f} ×**",
         ),
         "a warm load, on even terms": (
             f"{max(load):.2f} ×",
@@ -264,6 +265,7 @@ SERVED = (
     ("the same, p99", EVEN),
     ("processor time of the engines, a request", EVEN),
     ("requests", "NixlConnector"),
+    ("requests", "kvhma, tickets"),
 )
 
 
