@@ -2,8 +2,8 @@
 """``vllm bench serve`` against P, D and a proxy: kvhma, vLLM's NixlConnector in three forms, and one plain engine.
 
 Columns serve the same random prompts in turns, and the engines of the other columns are stopped meanwhile. A round is
-one run of each column, or of the two on even terms; ratios are taken within a round. Prints Markdown, which is benches/RESULTS_SERVE.md. Needs the
-engines of `make e2e`, and `tests` on the path.
+one run of each column, or of the two on even terms; ratios are taken within a round. Prints Markdown, which is
+benches/RESULTS_SERVE.md. Needs the engines of `make e2e`, and `tests` on the path.
 
     python benches/serve.py [--models gemma3 DIRECTORY ...] [--cells 0:10 0:32 ...] [--starts 3] [--requests 80]
 """

@@ -113,7 +113,7 @@ def scraped(page: str, config: str, folder: Path) -> dict[str, str]:
     address = f"127.0.0.1:{free_port()}"
     own = {
         "$PROMETHEUS_CONFIG": config,
-        "/tmp/kvhma-metrics": str(folder / "data"),
+        "path=metrics": f"path={folder / 'metrics'}",
         "127.0.0.1:9091": address,
     }
     for old, new in own.items():
