@@ -8,8 +8,10 @@ import pytest
 
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
+import msgspec
 from vllm.config import CacheConfig, ModelConfig, VllmConfig
 
+from kvhma.errors import UnsupportedPairError
 from kvhma.vllm.config.engine_config import identity_of
 from kvhma.vllm.config.identity import ModelIdentity, check_same_model, decode_extra, encode_extra
 from kvhma.vllm.config.settings import Settings
@@ -61,8 +63,10 @@ def test_it_goes_through_a_hello(tmp_path):
         ({"dtype": "float16"}, {"dtype", "cache_dtype"}),
         ({"cache": "fp8_e5m2"}, {"cache_dtype"}),
         ({"cache": "bfloat16"}, set()),
-        ({"hf_overrides": {"attention_bias": True}}, {"overrides"}),
-        ({"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}}, {"rope"}),
+        ({"hf_overrides": {"attention_bias": True}}, {"config"}),
+        ({"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}}, {"config"}),
+        ({"hf_overrides": {"max_position_embeddings": 8192, "bos_token_id": 7}}, set()),
+        ({"disable_sliding_window": True}, {"overrides"}),
         ({"settings": {"model_id": "mine"}}, {"model_id"}),
         ({"quantization": "fp8"}, {"quantization"}),
         ({"max_model_len": 512, "seed": 3, "served_model_name": "any"}, set()),
@@ -74,13 +78,17 @@ def test_what_changes_the_values_in_a_cache_changes_the_identity(tmp_path, chang
     assert differing(identity(where), identity(where, **changes)) == fields
 
 
-def test_parameters_of_the_rotary_embedding_in_the_models_own_file(tmp_path):
+def test_fields_of_the_models_own_file(tmp_path):
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 2048}
     plain = identity(folder(tmp_path / "m"))
     edited = identity(folder(tmp_path / "m", rope_parameters=rope))
     given = identity(folder(tmp_path / "m"), hf_overrides={"rope_parameters": rope})
-    assert differing(plain, edited) == {"rope"}
+    assert differing(plain, edited) == {"config"}
+    with pytest.raises(UnsupportedPairError, match=r"^rope_parameters in .* is .*default.* here"):
+        check_same_model(plain, edited)
     assert differing(edited, given) == set(), "however it is said"
+    later = msgspec.structs.replace(plain, config=plain.config | {"a_field_of_later_transformers": "1"})
+    check_same_model(plain, later)
 
 
 def test_two_models_of_one_shape(tmp_path):
@@ -91,5 +99,5 @@ def test_two_models_of_one_shape(tmp_path):
 def test_long_values_are_bounded(tmp_path):
     where = folder(tmp_path / "m")
     one, other = (identity(where, hf_overrides={"x": ["y" * 90_000, last]}) for last in (1, 2))
-    assert len(one.overrides) < 200
-    assert differing(one, other) == {"overrides"}
+    assert len(one.config["x"]) < 200
+    assert differing(one, other) == {"config"}

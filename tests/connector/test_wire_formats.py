@@ -12,6 +12,7 @@ import pytest
 from kvhma import Span
 from kvhma.errors import HandshakeError, RequestError
 from kvhma.vllm.config.identity import ModelIdentity, decode_extra, encode_extra
+from kvhma.vllm.wire.built_layers import BuiltLayer, BuiltLayers
 from kvhma.vllm.wire.messages import (
     AskEngineInfo,
     AskWorkerIdentity,
@@ -264,13 +265,16 @@ def test_what_an_engine_adds_to_its_hello():
         dtype="bfloat16",
         quantization=None,
         cache_dtype="auto",
-        rope="{}",
         overrides="{}",
         draft=None,
+        config={"hidden_act": '"silu"'},
+        layers=BuiltLayers([BuiltLayer({"scale": 0.5, "switch": True}, {"table": [[1.0, 0.0]]})], {"layer": 0}),
     )
     recorded = (
         b'{"model":{"model":"m","revision":"r","model_id":null,"dtype":"bfloat16","quantization":null,'
-        b'"cache_dtype":"auto","rope":"{}","overrides":"{}","draft":null},"vllm":"0.32.0","kvhma":"0.1.0"}'
+        b'"cache_dtype":"auto","overrides":"{}","draft":null,"config":{"hidden_act":"\\"silu\\""},'
+        b'"layers":{"kinds":[{"scalars":{"scale":0.5,"switch":true},"tables":{"table":[[1.0,0.0]]}}],'
+        b'"layers":{"layer":0}}},"vllm":"0.32.0","kvhma":"0.1.0"}'
     )
     found = decode_extra(recorded)
     assert (found.model, found.vllm) == (identity, "0.32.0")

@@ -10,7 +10,6 @@ IDENTITY = ModelIdentity(
     dtype="bfloat16",
     quantization=None,
     cache_dtype="bfloat16",
-    rope='{"rope_theta": 10000.0}',
     overrides="{}",
     draft=None,
 )

@@ -215,7 +215,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         agent.register(geometry)
         board = _make_board(agent, public_key)
         board_place, board_file = (None, None) if board is None else (board.place, board.file)
-        identity = identity_of(config, self._settings)
+        identity = identity_of(config, self._settings, kv_caches)
         extra = encode_extra(identity, vllm=vllm.__version__, place=board_place)
         self._worker_identity = LocalWorkerIdentity(agent.handshake_payload(geometry, extra), private_key, board_file)
         context = WorkerContext(

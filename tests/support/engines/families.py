@@ -77,6 +77,7 @@ FAMILIES: dict[str, Settings] = {
     "llama4": COMMON
     | {
         "model_type": "llama4_text",
+        "max_position_embeddings": 1 << 16,
         "head_dim": 32,
         "intermediate_size_mlp": 256,
         "num_hidden_layers": 4,

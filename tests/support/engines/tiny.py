@@ -154,7 +154,21 @@ OTHERS: dict[str, dict[str, Any]] = {
         "image_token_index": 510,
         "image_seq_length": 16,
         "vision_feature_layer": -1,
-    }
+    },
+    # Up to 256 tokens vLLM uses the short factors, for longer models the long ones.
+    "phi3": COMMON
+    | {
+        "model_type": "phi3",
+        "num_hidden_layers": 3,
+        "original_max_position_embeddings": 256,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 256,
+            "short_factor": [1 + index / 50 for index in range(16)],
+            "long_factor": [1.0 + 2 * index for index in range(16)],
+        },
+    },
 }
 # Of a picture of 56 by 56 points LLaVA makes 16 tokens, Qwen 4.
 PICTURES: dict[str, dict[str, Any]] = {
@@ -188,6 +202,7 @@ PICTURES: dict[str, dict[str, Any]] = {
 # tokens hold most of the weight.
 GAINS = {
     "q_proj.weight": 1.7,
+    "qkv_proj.weight": 1.7,
     "k_proj.weight": 1.7,
     "kv_a_proj_with_mqa.weight": 1.7,
     "o_proj.weight": 2.0,

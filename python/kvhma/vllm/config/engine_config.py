@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import vllm
 import vllm.envs
+from transformers import PretrainedConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.platforms import current_platform
 from vllm.utils import deep_gemm
@@ -21,6 +22,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, iter_layer_specs
 from kvhma.errors import SettingsError, UnsupportedPairError
 from kvhma.vllm.caches.formats import Writer, backend_name, kind_of, transferred_groups
 from kvhma.vllm.caches.layer_parts import RankInfo
+from kvhma.vllm.caches.module_values import built_layers
 from kvhma.vllm.config.engine_facts import EngineFacts
 from kvhma.vllm.config.identity import ModelIdentity
 from kvhma.vllm.config.settings import Settings
@@ -47,8 +49,11 @@ _PLATFORMS = ("cuda", "rocm", "xpu", "cpu")
 _GROUPS_OF_STATE = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 """Names of the groups of B and C in model configurations."""
 
-_ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
-"""Names of the parameters of rotary embeddings in model configurations."""
+_NOT_COMPARED = frozenset(
+    {"max_position_embeddings", "max_model_len", "bos_token_id", "eos_token_id", "pad_token_id"}
+    | {"initializer_range", "use_cache", "auto_map", "tokenizer_class"}
+)
+"""Fields of a model's configuration that change no value in a cache. Tables of other lengths are compared."""
 
 _MAX_TEXT = 1000
 
@@ -336,12 +341,20 @@ def _drafted_state(config: VllmConfig) -> bool:
     return bool(config.num_speculative_tokens) or any(rings)
 
 
-def identity_of(config: VllmConfig, settings: Settings) -> ModelIdentity:
-    """Return the identity of an engine's model."""
+def identity_of(config: VllmConfig, settings: Settings, layers: Iterable[str] = ()) -> ModelIdentity:
+    """Return the identity of an engine's model.
+
+    Args:
+        config: vLLM's.
+        settings: of the connector.
+        layers: names of the transferred layers, whose modules are read.
+
+    Raises:
+        UnsupportedPairError: the modules cannot be read with this version of vLLM.
+    """
     model = config.model_config
     dtype = _name_of(model.dtype)
     cache_dtype = resolve_kv_cache_dtype_string(config.cache_config.cache_dtype, model)
-    text_config = model.hf_text_config
     return ModelIdentity(
         # For a model from an object store, vLLM replaces its name by a local folder.
         model=_bounded(getattr(model, "model_weights", "") or model.model),
@@ -350,9 +363,10 @@ def identity_of(config: VllmConfig, settings: Settings) -> ModelIdentity:
         dtype=dtype,
         quantization=None if model.quantization is None else str(model.quantization),
         cache_dtype=dtype if cache_dtype == "auto" else str(cache_dtype),
-        rope=_json({name: getattr(text_config, name, None) for name in _ROPE}),
-        overrides=_json(_overrides(model)),
+        overrides=_json(_overrides(config)),
         draft=_draft(config),
+        config=dict(_fields(model.hf_config.to_dict(), _NOT_COMPARED | PretrainedConfig().to_dict().keys())),
+        layers=built_layers(layers, config.compilation_config.static_forward_context, model.hf_text_config.to_dict()),
     )
 
 
@@ -361,18 +375,26 @@ def _revision(model: ModelConfig) -> str | None:
     return None if found is None else _bounded(str(found))
 
 
-def _overrides(model: ModelConfig) -> dict[str, Any]:
-    given: Any = model.hf_overrides
-    if isinstance(given, dict):
-        given = {name: value for name, value in given.items() if name not in _ROPE}
-    else:
-        given = f"{given.__module__}.{given.__qualname__}"
+def _overrides(config: VllmConfig) -> dict[str, Any]:
+    model = config.model_config
     found = {
-        "hf_overrides": given,
         "quantization_config": getattr(model, "quantization_config", None),
         "disable_sliding_window": model.disable_sliding_window,
+        "model_class_overrides": model.model_class_overrides,
+        "swa_bounded_replay": "off" if not config.cache_config.swa_bounded_replay else None,
     }
     return {name: value for name, value in found.items() if value}
+
+
+def _fields(settings: Mapping[str, Any], left_out: Collection[str], path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the fields of a model's configuration as it was read, with `hf_overrides`, and of the objects in it."""
+    for name, value in settings.items():
+        if name in left_out:
+            continue
+        if isinstance(value, dict) and name.endswith("_config"):
+            yield from _fields(value, left_out, f"{path}{name}.")
+        elif value is not None:
+            yield f"{path}{name}"[:256], _json(value)
 
 
 def _draft(config: VllmConfig) -> str | None:

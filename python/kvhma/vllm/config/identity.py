@@ -13,6 +13,7 @@ import msgspec
 from kvhma._kvhma import __version__
 from kvhma.errors import HandshakeError, UnsupportedPairError
 from kvhma.text import one_line
+from kvhma.vllm.wire.built_layers import BuiltLayers, Field
 from kvhma.vllm.wire.lease_board import BOARD_PLACES
 from kvhma.vllm.wire.messages import Text
 
@@ -27,8 +28,9 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
         dtype: of its activations, e.g. ``"bfloat16"``.
         quantization: of its weights; None without quantization.
         cache_dtype: of its attention caches.
-        rope: parameters of its rotary embedding, as JSON.
-        overrides: settings that change what it computes, as JSON.
+        config: fields of its configuration, those of objects in it with a dot, and their values.
+        layers: what it does to caches besides its weights, as it was built.
+        overrides: settings of vLLM that change what it computes, as JSON.
         draft: name and revision of a draft model with separate weights; None without one.
     """
 
@@ -38,9 +40,10 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Text
     quantization: Text | None
     cache_dtype: Text
-    rope: Text
     overrides: Text
     draft: Text | None
+    config: Annotated[dict[Field, Text], msgspec.Meta(max_length=2048)] = {}
+    layers: BuiltLayers = BuiltLayers()
 
 
 class EngineExtra(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -86,7 +89,7 @@ def check_same_model(local: ModelIdentity, remote: ModelIdentity) -> None:
     """
     both_say = local.model_id is not None and remote.model_id is not None
     names = ["model_id"] if both_say else ["model", "revision"]
-    names += ["dtype", "quantization", "cache_dtype", "rope", "overrides"]
+    names += ["dtype", "quantization", "cache_dtype", "overrides"]
     if local.draft is not None and remote.draft is not None:
         names.append("draft")
     for name in names:
@@ -96,6 +99,15 @@ def check_same_model(local: ModelIdentity, remote: ModelIdentity) -> None:
             raise UnsupportedPairError(
                 f"{name} of the model is {_quoted(on_local)} here, {_quoted(on_remote)} at the prefill engine: "
                 f"its caches hold other values{hint}"
+            )
+    if (found := local.layers.difference(remote.layers)) is not None:
+        raise UnsupportedPairError(f"{found}: its caches hold other values")
+    # Another version of transformers has other fields.
+    for name in sorted(local.config.keys() & remote.config.keys()):
+        if local.config[name] != remote.config[name]:
+            raise UnsupportedPairError(
+                f"{name} in the model's configuration is {_quoted(local.config[name])} here, "
+                f"{_quoted(remote.config[name])} at the prefill engine: its caches hold other values"
             )
 
 
