@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -163,34 +164,48 @@ def test_an_adapter_on_one_side(zygote: Zygote, model: Models, tmp_path: Path) -
         assert loads(d) == 1
 
 
-def test_two_models_of_one_shape(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """Formerly they mixed without an error."""
+def test_other_weights(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """At the same path, as after an update while P runs, and under one `model_id`: formerly D loaded them."""
     name = "gemma3"
     tuned = fine_tune(model(name), tmp_path / "fine-tune")
+    current = tmp_path / "current"
+    current.symlink_to(model(name))
     named = {"extra": {"model_id": "the same, says the operator"}}
+    with engines(zygote, current, tmp_path, p=kvhma(name), q=kvhma(name, **named)) as (p, q):
+        current.unlink()
+        current.symlink_to(tuned)
+        updated = {"strict": kvhma(name), "d": kvhma(name, policy="recompute"), "plain": arguments(name)}
+        with (
+            engines(zygote, current, tmp_path, **updated) as (strict, d, plain),
+            engines(zygote, tuned, tmp_path, vouched=kvhma(name, **named)) as (vouched,),
+        ):
+            (prompt,) = prompts(name, [301])
+            expected = plain.generate(prompt, max_tokens=16).result()
+            at_p = p.generate(prompt, max_tokens=16).result()
+            assert abs(at_p.logprobs[0] - expected.logprobs[0]) > 100 * noise(name), "these two are not the same"
+            assert hand_over(p, strict, prompt).finish_reason == "error"
+            assert hand_over(q, vouched, prompt).finish_reason == "error"
+            same(name, hand_over(p, d, prompt), expected, "computed by D")
+            for engine in (strict, d, vouched):
+                assert (loads(engine), failures(engine, "unsupported")) == (0, 1)
+            for log in ("p", "q", "strict", "vouched"):
+                assert "weights of the model are" in (tmp_path / f"{log}.log").read_text()
+
+
+def test_other_paths_of_one_model(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """The operators name it."""
+    name = "gemma3"
+    copy = shutil.copytree(model(name), tmp_path / "copy")
+    named = {"extra": {"model_id": "mine"}}
     with (
-        engines(zygote, model(name), tmp_path / "base", p=kvhma(name), q=kvhma(name, **named)) as (p, q),
-        engines(
-            zygote,
-            tuned,
-            tmp_path / "tuned",
-            strict=kvhma(name),
-            d=kvhma(name, policy="recompute"),
-            vouched=kvhma(name, **named),
-            plain=arguments(name),
-        ) as (strict, d, vouched, plain),
+        engines(zygote, model(name), tmp_path, p=kvhma(name, **named), plain=arguments(name)) as (p, plain),
+        engines(zygote, copy, tmp_path, d=kvhma(name, **named), strict=kvhma(name)) as (d, strict),
     ):
         (prompt,) = prompts(name, [301])
-        expected = plain.generate(prompt, max_tokens=16).result()
+        same(name, hand_over(p, d, prompt), plain.generate(prompt, max_tokens=16).result(), "under another path")
+        assert loads(d) == 1
         assert hand_over(p, strict, prompt).finish_reason == "error"
-        same(name, hand_over(p, d, prompt), expected, "computed by D")
-        assert (loads(strict), loads(d)) == (0, 0)
-        assert (failures(strict, "unsupported"), failures(d, "unsupported")) == (1, 1)
-        for log in (tmp_path / "base" / "p.log", tmp_path / "tuned" / "strict.log"):
-            assert f"model of the model is {str(tuned)!r} here" in log.read_text()
-        mixed = hand_over(q, vouched, prompt)
-        assert loads(vouched) == 1, "who says that they are the same is believed"
-        assert abs(mixed.logprobs[0] - expected.logprobs[0]) > 100 * noise(name), "these two are not"
+        assert f"model of the model is {str(copy)!r} here" in (tmp_path / "strict.log").read_text()
 
 
 @pytest.mark.smoke

@@ -43,7 +43,7 @@ from kvhma.vllm.config.engine_config import (
     staging_slots,
     writer_of,
 )
-from kvhma.vllm.config.identity import encode_extra
+from kvhma.vllm.config.identity import ModelIdentity, encode_extra
 from kvhma.vllm.config.net_devices import choose_devices, is_loopback, warn_of_open_ports
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.device.memory import DeviceMemory, Memory
@@ -107,6 +107,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         self._engine_id = engine_id_of(vllm_config)
         self._kvhma_scheduler: KvhmaScheduler | None = None
         self._worker: KvhmaWorker | None = None
+        self._identity: ModelIdentity | None = None
         self._worker_identity: LocalWorkerIdentity | None = None
         self._report: WorkerReport | None = None
         self._memory: Memory | None = None
@@ -215,7 +216,8 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         agent.register(geometry)
         board = _make_board(agent, public_key)
         board_place, board_file = (None, None) if board is None else (board.place, board.file)
-        identity = identity_of(config, self._settings, kv_caches)
+        # Memory keeps its weights while the engine sleeps; the files may change.
+        self._identity = identity = self._identity or identity_of(config, self._settings, kv_caches)
         extra = encode_extra(identity, vllm=vllm.__version__, place=board_place)
         self._worker_identity = LocalWorkerIdentity(agent.handshake_payload(geometry, extra), private_key, board_file)
         context = WorkerContext(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import vllm
 import vllm.envs
 from transformers import PretrainedConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.model_executor.model_loader.utils import get_draft_load_config
 from vllm.platforms import current_platform
 from vllm.utils import deep_gemm
 from vllm.utils.network_utils import get_ip
@@ -26,11 +28,13 @@ from kvhma.vllm.caches.module_values import built_layers
 from kvhma.vllm.config.engine_facts import EngineFacts
 from kvhma.vllm.config.identity import ModelIdentity
 from kvhma.vllm.config.settings import Settings
+from kvhma.vllm.config.weight_digests import SECONDS
+from kvhma.vllm.config.weight_files import digest_weights
 from kvhma.vllm.device.slots import NO_SLOTS, SlotRanges
 from kvhma.vllm.wire.params import Address
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
+    from vllm.config import KVTransferConfig, LoadConfig, ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 try:
@@ -342,7 +346,7 @@ def _drafted_state(config: VllmConfig) -> bool:
 
 
 def identity_of(config: VllmConfig, settings: Settings, layers: Iterable[str] = ()) -> ModelIdentity:
-    """Return the identity of an engine's model.
+    """Return the identity of an engine's model, and read its weights for it: call this once they are loaded.
 
     Args:
         config: vLLM's.
@@ -352,7 +356,8 @@ def identity_of(config: VllmConfig, settings: Settings, layers: Iterable[str] = 
     Raises:
         UnsupportedPairError: the modules cannot be read with this version of vLLM.
     """
-    model = config.model_config
+    model, draft = config.model_config, _draft_model(config)
+    deadline = time.monotonic() + SECONDS
     dtype = _name_of(model.dtype)
     cache_dtype = resolve_kv_cache_dtype_string(config.cache_config.cache_dtype, model)
     return ModelIdentity(
@@ -364,10 +369,16 @@ def identity_of(config: VllmConfig, settings: Settings, layers: Iterable[str] = 
         quantization=None if model.quantization is None else str(model.quantization),
         cache_dtype=dtype if cache_dtype == "auto" else str(cache_dtype),
         overrides=_json(_overrides(config)),
-        draft=_draft(config),
+        draft=None if draft is None else _bounded(f"{draft.model} {_revision(draft) or ''} {_name_of(draft.dtype)}"),
         config=dict(_fields(model.hf_config.to_dict(), _NOT_COMPARED | PretrainedConfig().to_dict().keys())),
         layers=built_layers(layers, config.compilation_config.static_forward_context, model.hf_text_config.to_dict()),
+        weights=_digest(model, config.load_config, deadline),
+        draft_weights=None if draft is None else _digest(draft, get_draft_load_config(config), deadline),
     )
+
+
+def _digest(model: ModelConfig, load: LoadConfig, deadline: float) -> str | None:
+    return digest_weights(model, load, _revision(model), deadline)
 
 
 def _revision(model: ModelConfig) -> str | None:
@@ -397,13 +408,12 @@ def _fields(settings: Mapping[str, Any], left_out: Collection[str], path: str = 
             yield f"{path}{name}"[:256], _json(value)
 
 
-def _draft(config: VllmConfig) -> str | None:
+def _draft_model(config: VllmConfig) -> ModelConfig | None:
+    """Return the configuration of a draft model with separate weights."""
     speculative = config.speculative_config
     draft = None if speculative is None else speculative.draft_model_config
     # Methods without a draft model name the model itself here, because its own layers draft.
-    if draft is None or draft.model == config.model_config.model:
-        return None
-    return _bounded(f"{draft.model} {_revision(draft) or ''} {_name_of(draft.dtype)}")
+    return None if draft is None or draft.model == config.model_config.model else draft
 
 
 def _json(value: Any) -> str:

@@ -13,6 +13,7 @@ import msgspec
 from kvhma._kvhma import __version__
 from kvhma.errors import HandshakeError, UnsupportedPairError
 from kvhma.text import one_line
+from kvhma.vllm.config.weight_digests import DIGEST_CHARS, LEVELS, WeightDigests
 from kvhma.vllm.wire.built_layers import BuiltLayers, Field
 from kvhma.vllm.wire.lease_board import BOARD_PLACES
 from kvhma.vllm.wire.messages import Text
@@ -32,6 +33,8 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
         layers: what it does to caches besides its weights, as it was built.
         overrides: settings of vLLM that change what it computes, as JSON.
         draft: name and revision of a draft model with separate weights; None without one.
+        weights: digests of the files that they were loaded from; None if the engine does not know them.
+        draft_weights: the same of the draft model.
     """
 
     model: Text
@@ -44,6 +47,8 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     draft: Text | None
     config: Annotated[dict[Field, Text], msgspec.Meta(max_length=2048)] = {}
     layers: BuiltLayers = BuiltLayers()
+    weights: WeightDigests | None = None
+    draft_weights: WeightDigests | None = None
 
 
 class EngineExtra(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -81,8 +86,9 @@ _extras: msgspec.json.Decoder[EngineExtra] = msgspec.json.Decoder(EngineExtra)
 def check_same_model(local: ModelIdentity, remote: ModelIdentity) -> None:
     """Refuse caches of another model.
 
-    If both operators set `model_id`, it is compared instead of name and revision. A draft model is compared if both
-    sides have one: if P has no draft model, its caches do not come from P.
+    If both operators set `model_id`, it is compared instead of name and revision, and the files of the weights may have
+    another format. A draft model is compared if both sides have one: if P has no draft model, its caches do not come
+    from P.
 
     Raises:
         UnsupportedPairError: the text names the field and both values.
@@ -109,6 +115,30 @@ def check_same_model(local: ModelIdentity, remote: ModelIdentity) -> None:
                 f"{name} in the model's configuration is {_quoted(local.config[name])} here, "
                 f"{_quoted(remote.config[name])} at the prefill engine: its caches hold other values"
             )
+    for name in ("weights", "draft_weights"):
+        _check_same_weights(name, getattr(local, name), getattr(remote, name), other_format=both_say)
+
+
+def _check_same_weights(name: str, local: str | None, remote: str | None, *, other_format: bool) -> None:
+    """Compare the levels that both sides have. With `other_format` the tensors may have other names and shapes."""
+    levels = zip(*map(_levels, (local or "", remote or "")), strict=False)
+    for samples, (on_local, on_remote) in zip(LEVELS, levels, strict=False):
+        if on_local == on_remote:
+            continue
+        if not samples and other_format:
+            return
+        found, hint = f"one of {samples} samples of equal tensors differs", ""
+        if not samples:
+            found = "the tensors have other names, types or shapes"
+            hint = "; if they are the same, set model_id on both sides"
+        raise UnsupportedPairError(
+            f"{name} of the model are {on_local} here, {on_remote} at the prefill engine: {found}. "
+            f"Its caches hold other values{hint}"
+        )
+
+
+def _levels(digests: str) -> list[str]:
+    return [digests[at : at + DIGEST_CHARS] for at in range(0, len(digests), DIGEST_CHARS)]
 
 
 def _quoted(value: str | None) -> str:
