@@ -192,7 +192,7 @@ def test_p_begins_when_a_request_comes(p, go_on, end):
 
 def test_what_was_not_begun_does_not_wait_for_others(go_on):
     """Formerly an abort blocked the scheduler until all earlier prompts were summed."""
-    prompts = PromptDigests(adapter_paths=True)
+    prompts = PromptDigests()
     first, second = request("a", 64), request("b", 64)
     assert prompts.begin_digest(first, 64)
     assert prompts.begin_digest(second, 64)
@@ -252,7 +252,7 @@ def test_a_state_is_never_read_into_the_null_block(params, d):
 
 
 def test_a_short_prompt_has_no_thread():
-    prompts = PromptDigests(adapter_paths=True)
+    prompts = PromptDigests()
     asked = request(tokens=1000)
     assert not prompts.begin_digest(asked, 1000)
     assert prompts.is_ready("r")

@@ -163,6 +163,23 @@ def test_an_adapter_on_one_side(zygote: Zygote, model: Models, tmp_path: Path) -
         same(name, got, expected[299, True], "adapter on both sides")
         assert loads(d) == 1
 
+        copied = ("fine", shutil.copytree(tuned[1], tmp_path / "copy"))
+        (prompt,) = prompts("copied", [298])
+        right = plain.generate(prompt, max_tokens=16, adapter=tuned).result()
+        same(name, decode(d, prompt, prefill(p, prompt, adapter=tuned), adapter=copied).result(), right, "another path")
+        assert loads(d) == 2
+
+        # D loads what the files have now. P still has what they had, and cannot know whether it does.
+        late = ("late", adapter(tmp_path / "late", layers=3, hidden=128, seed=2))
+        before, after = prompts("late", [297, 296])
+        params = prefill(p, before, adapter=late)
+        shutil.rmtree(late[1])
+        adapter(late[1], layers=3, hidden=128, seed=3)
+        for prompt, given in ((before, params), (after, prefill(p, after, adapter=late))):
+            right = plain.generate(prompt, max_tokens=16, adapter=late).result()
+            same(name, decode(d, prompt, given, adapter=late).result(), right, "its files changed")
+        assert (loads(d), computed(d, "other_prompt")) == (2, 4)
+
 
 def test_other_weights(zygote: Zygote, model: Models, tmp_path: Path) -> None:
     """At the same path, as after an update while P runs, and under one `model_id`: formerly D loaded them."""

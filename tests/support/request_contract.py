@@ -25,7 +25,7 @@ FIELDS: Mapping[str, Mapping[str, str]] = {
         "sampling_params": "see SamplingParams",
         "pooling_params": "a pooling request has no kv_transfer_params",
         "arrival_time": VLLM,
-        "lora_request": "its name, and its path unless model_id is set, are compared with P's",
+        "lora_request": "its name and a digest of its files are compared with P's",
         "cache_salt": "compared with P's",
         "data_parallel_rank": FRONT,
         "prompt_embeds": "their digest is compared with P's",

@@ -263,8 +263,8 @@ class Settings:
         None,
         _text("(?s).{1,512}", "1..512 printable characters"),
         "the operator's name for the model, if P and D have it under different paths. If both sides set "
-        "it, they compare it instead of path and revision, and compare adapters by name. [Weights](weights.md) may then "
-        "have other tensors, but no other values",
+        "it, they compare it instead of path and revision. [Weights](weights.md) may then have other tensors, but no "
+        "other values",
     )
     mm_items: str = _row(
         "compare",

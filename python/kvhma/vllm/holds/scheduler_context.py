@@ -55,8 +55,7 @@ class SchedulerContext:
     def __post_init__(self) -> None:
         """Start without threads."""
         self.sources = self.settings.sources(has_secret=self.secrets.enabled)
-        # With `model_id`, the paths of equal adapters may differ.
-        self.prompts = PromptDigests(adapter_paths=self.settings.model_id is None)
+        self.prompts = PromptDigests()
         self.peers = Peers(self.settings.handshake_timeout, self.secrets, self.stats, self.sources)
 
     def transfer_tables(self, tables: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -24,7 +24,7 @@ def is_sample(request_id: str) -> bool:
     return _SAMPLE.match(request_id) is not None
 
 
-def prompt_digest(request: Request, num_tokens: int, *, adapter_paths: bool = True) -> str:
+def prompt_digest(request: Request, num_tokens: int, adapter: str | None = None) -> str:
     """Return a digest of the first tokens of a request and of everything else that decides their cache.
 
     It covers the same as vLLM's block hash: tokens, adapter, multimodal items with their positions, cache salt and
@@ -34,7 +34,8 @@ def prompt_digest(request: Request, num_tokens: int, *, adapter_paths: bool = Tr
     Args:
         request: vLLM's request.
         num_tokens: how many of its tokens count.
-        adapter_paths: whether an adapter is identified by name and path, as vLLM does, or by name alone.
+        adapter: identifies the request's adapter together with its name, see
+            :class:`kvhma.vllm.prompts.adapters.Adapters`; None without an adapter.
 
     Returns:
         32 hexadecimal digits.
@@ -43,11 +44,11 @@ def prompt_digest(request: Request, num_tokens: int, *, adapter_paths: bool = Tr
         RequestError: the request has fewer tokens, or a token that does not fit 32 bits.
     """
     # The private list: a slice of vLLM's public view would be another pass over all tokens.
-    header = _header(request, num_tokens, adapter_paths)
+    header = _header(request, num_tokens, adapter)
     return digest_tokens(header, request._all_token_ids, num_tokens).hex()
 
 
-def prefix_digests(request: Request, counts: Sequence[int], *, adapter_paths: bool = True) -> list[str]:
+def prefix_digests(request: Request, counts: Sequence[int], adapter: str | None = None) -> list[str]:
     """Return the digests of several prefixes of a request.
 
     They cover the same as those of :func:`prompt_digest`, but differ from them. All take one pass over the tokens.
@@ -55,23 +56,23 @@ def prefix_digests(request: Request, counts: Sequence[int], *, adapter_paths: bo
     Args:
         request: vLLM's request.
         counts: lengths of the prefixes in tokens, in ascending order.
-        adapter_paths: as for :func:`prompt_digest`.
+        adapter: as for :func:`prompt_digest`.
 
     Raises:
         RequestError: the request has fewer tokens, or a token that does not fit 32 bits.
     """
     tokens = digest_prefixes(request._all_token_ids, list(counts))
     return [
-        hashlib.blake2b(of_tokens + _header(request, count, adapter_paths), digest_size=16).hexdigest()
+        hashlib.blake2b(of_tokens + _header(request, count, adapter), digest_size=16).hexdigest()
         for count, of_tokens in zip(counts, tokens, strict=True)
     ]
 
 
-def _header(request: Request, num_tokens: int, adapter_paths: bool) -> bytes:
+def _header(request: Request, num_tokens: int, adapter: str | None) -> bytes:
     """Return everything besides the tokens that decides the cache of a request's first tokens."""
     header = [
         num_tokens,
-        _adapter(request.lora_request, adapter_paths),
+        None if request.lora_request is None else [request.lora_request.lora_name, adapter],
         [
             [feature.identifier, feature.mm_position.offset, feature.mm_position.length]
             for feature in request.mm_features
@@ -81,12 +82,6 @@ def _header(request: Request, num_tokens: int, adapter_paths: bool) -> bytes:
         _embeddings(request, num_tokens),
     ]
     return json.dumps(header).encode()
-
-
-def _adapter(lora: Any, with_path: bool) -> list[str] | None:
-    if lora is None:
-        return None
-    return [lora.lora_name, lora.lora_path] if with_path else [lora.lora_name]
 
 
 def _embeddings(request: Request, num_tokens: int) -> list[Any] | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvhma.vllm.prompts.adapters import Adapters
 from kvhma.vllm.prompts.prompt import prefix_digests, prompt_digest
 
 if TYPE_CHECKING:
@@ -24,11 +25,11 @@ class _Begun(NamedTuple):
 
 
 class PromptDigests:
-    """Makes the digests of :mod:`kvhma.vllm.prompts.prompt`, with this engine's rule for adapters."""
+    """Makes the digests of :mod:`kvhma.vllm.prompts.prompt`, with the adapters that this engine has seen."""
 
-    def __init__(self, *, adapter_paths: bool) -> None:
-        """Start; `adapter_paths` is that of :func:`kvhma.vllm.prompts.prompt.prompt_digest`."""
-        self._adapter_paths = adapter_paths
+    def __init__(self) -> None:
+        """Start without a thread."""
+        self._adapters = Adapters()
         self._begun: dict[str, _Begun] = {}
         self._thread = ThreadPoolExecutor(1, "kvhma-digests")
 
@@ -37,8 +38,12 @@ class PromptDigests:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def begin_digest(self, request: Request, num_tokens: int) -> bool:
-        """Let the thread make the digest of a request's first tokens, if they are many; return whether it does."""
-        if num_tokens < _LONG_TOKENS:
+        """Let the thread make a digest that takes long; return whether it does.
+
+        That is so with many tokens, and with an adapter whose files were not read yet.
+        """
+        lora = request.lora_request
+        if num_tokens < _LONG_TOKENS and (lora is None or self._adapters.is_seen(lora)):
             return False
         try:
             digest = self._thread.submit(self.make_digest, request, num_tokens)
@@ -74,8 +79,11 @@ class PromptDigests:
 
     def make_digest(self, request: Request, num_tokens: int) -> str:
         """Return the digest of a request's first tokens, made at once."""
-        return prompt_digest(request, num_tokens, adapter_paths=self._adapter_paths)
+        return prompt_digest(request, num_tokens, self._identify_adapter(request))
 
     def make_prefix_digests(self, request: Request, counts: Sequence[int]) -> list[str]:
         """Return the digests of some numbers of first tokens of a request, made at once."""
-        return prefix_digests(request, counts, adapter_paths=self._adapter_paths)
+        return prefix_digests(request, counts, self._identify_adapter(request))
+
+    def _identify_adapter(self, request: Request) -> str | None:
+        return None if request.lora_request is None else self._adapters.identify(request.lora_request)
