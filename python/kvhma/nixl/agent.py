@@ -71,7 +71,7 @@ class Agent:
         Raises:
             ImportError: NIXL is not installed, or lacks a needed part.
             RequestError: an option is out of range, or no backend has a number of threads.
-            TransferError: NIXL cannot start a backend.
+            TransferError: NIXL cannot start a backend, or no backend lets peers read this agent's memory.
         """
         self.name = name
         self.incarnation = secrets.randbits(64)
@@ -89,7 +89,7 @@ class Agent:
         self._memory.register(opened, [self._scratch.host])
         # NIXL does not document its metadata format. A peer's metadata is checked only if this agent's has the known
         # form.
-        self._knows_metadata = opened.get_agent_metadata().startswith(metadata_start(name))
+        self._knows_metadata = self._metadata(opened).startswith(metadata_start(name))
 
     def __enter__(self) -> Agent:
         return self
@@ -153,12 +153,13 @@ class Agent:
         Raises:
             RequestError: a region of the geometry is not registered.
             HandshakeError: a field is too long, or the name does not end in the hash of the agent's key.
+            TransferError: NIXL cannot describe the agent to peers.
         """
         with self._session.setup:
             for region in geometry.regions:
                 if not self._memory.covers(region):
                     raise RequestError(f"{region} is not registered")
-            metadata = self._session.open().get_agent_metadata()
+            metadata = self._metadata(self._session.open())
         return encode_handshake(
             metadata,
             geometry,
@@ -167,6 +168,14 @@ class Agent:
             extra=extra,
             public_key=self._public_key,
         )
+
+    def _metadata(self, nixl: NixlAgent) -> bytes:
+        try:
+            return nixl.get_agent_metadata()
+        except Exception as exc:
+            backends = "its backends" if self._given else f"its backends {list(self._options.backends)}"
+            what = f"no peer can connect to agent {self.name!r}: one of {backends} must let peers read memory"
+            raise translate(exc, what) from exc
 
     def prewarm_transport(self) -> None:
         """Connect to an agent of this process, let a second one connect to this agent, and disconnect both.

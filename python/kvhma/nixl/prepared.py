@@ -117,13 +117,13 @@ class Preparations:
             raise self._session.failure(exc, failed, peer, RequestError) from exc
         # If the peer was lost while NIXL prepared the list, nothing else would release it.
         with self._session.lock:
+            prepared = PreparedList(peer, count, handle, self)
+            self._lists.add(prepared)
             try:
                 self._session.usable(peer)
             except KvhmaError:
-                handle.release()
+                self.release(prepared)
                 raise
-            prepared = PreparedList(peer, count, handle, self)
-            self._lists.add(prepared)
             return prepared
 
     def prepare_read(
