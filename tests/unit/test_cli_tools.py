@@ -287,6 +287,13 @@ def test_unknown_backend() -> None:
     assert "NIXL has no plugin for ['FOO']" in refused("bench", "link", "--backend", "FOO", "--no-save")
 
 
+@pytest.mark.nixl
+def test_a_backend_that_reads_no_other_process(capfd: pytest.CaptureFixture[str]) -> None:
+    line = refused("bench", "link", "--backend", "POSIX", "--no-save")
+    assert "one of its backends ['POSIX'] must let peers read memory" in line
+    assert "Traceback" not in capfd.readouterr().err  # of the processes
+
+
 def test_blocks_of_a_read() -> None:
     assert blocks_of(4096, 1024) == 1024
     assert blocks_of(64 << 20, 1024) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from multiprocessing.connection import Connection
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvhma.cli.subprocess import connect, introduce, process, receive
 from kvhma.costs import Link
-from kvhma.errors import KvhmaError, TransferError
+from kvhma.errors import TransferError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region
 
 if TYPE_CHECKING:  # NIXL may not be installed
@@ -113,17 +112,6 @@ def _room(nbytes: int) -> int:
     return -(-nbytes // _PAGE) * _PAGE
 
 
-@contextmanager
-def _telling(pipe: Connection) -> Iterator[None]:
-    """Send an error through the pipe."""
-    try:
-        yield
-    except (KvhmaError, ImportError) as error:
-        pipe.send(error if isinstance(error, KvhmaError) else TransferError(str(error)))
-    except EOFError:  # the other process failed, and reports its own error
-        return
-
-
 def _agent(name: str, backend: str) -> Agent:
     from kvhma.nixl import Agent, AgentOptions
 
@@ -132,7 +120,7 @@ def _agent(name: str, backend: str) -> Agent:
 
 def _hold(pipe: Connection, nbytes: int, backend: str) -> None:
     memory = _pattern(_room(nbytes))
-    with _telling(pipe), _agent("link-prefill", backend) as agent:
+    with _agent("link-prefill", backend) as agent:
         connect(pipe, agent, _geometry(memory))
         while not pipe.poll(0.01):  # until D has read everything
             agent.notifications()
@@ -141,7 +129,7 @@ def _hold(pipe: Connection, nbytes: int, backend: str) -> None:
 def _read(pipe: Connection, nbytes: int, sizes: list[int], limit: int, repeats: int, backend: str) -> None:
     expected = _pattern(_room(nbytes))
     memory = np.zeros(_room(nbytes), dtype=np.uint8)
-    with _telling(pipe), _agent("link-decode", backend) as agent:
+    with _agent("link-decode", backend) as agent:
         peer = connect(pipe, agent, _geometry(memory))
         starts = (memory.ctypes.data, peer.geometry.regions[0].base)
         for size, spaced in product(sizes, (True, False)):

@@ -6,11 +6,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from kvhma.errors import KvhmaError, PeerLostError
+from kvhma.errors import KvhmaError, PeerLostError, TransferError
 from kvhma.geometry import Geometry
 
 if TYPE_CHECKING:  # only some commands need NIXL
@@ -33,17 +33,22 @@ def process(target: Any, *arguments: Any) -> Iterator[Connection]:
     try:
         yield parent_end
     finally:
+        parent_end.close()  # a worker that waits for the other one's message ends
         worker.join(timeout=10)
         if worker.is_alive():
             worker.kill()
             worker.join()
-        parent_end.close()
 
 
 def _run(pipe: Connection, target: Any, arguments: tuple[Any, ...]) -> None:
+    """Run the function; send its error through the pipe."""
     # The library logs to standard output, which is for results.
     os.dup2(2, 1)
-    target(pipe, *arguments)
+    with suppress(EOFError, ConnectionError):  # the command has ended, as when the other process failed
+        try:
+            target(pipe, *arguments)
+        except (KvhmaError, ImportError) as error:
+            pipe.send(error if isinstance(error, KvhmaError) else TransferError(str(error)))
 
 
 def receive(pipe: Connection, name: str, seconds: float = TIMEOUT_SECONDS) -> Any:
