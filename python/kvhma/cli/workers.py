@@ -23,7 +23,11 @@ _TIMEOUT_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The observations of D for one request."""
+    """The observations of D for one request.
+
+    Attributes:
+        counted: whether NIXL counted what it moved, which must equal the plan.
+    """
 
     tokens: int
     blocks: int
@@ -33,6 +37,7 @@ class Outcome:
     moved: int
     zeroed: int
     untouched: int
+    counted: bool
     wrong: str | None
 
 
@@ -64,7 +69,7 @@ def decode(pipe: Connection, scenario: Scenario, corrupt: bool) -> None:
             _, remote_spans = request.spans(geometry)
             asked = Request(request.tokens, local_spans(request, geometry), remote_spans)
             transfer = planned.transfer(*asked)
-            _move(agent, peer, transfer, index)
+            counted = _move(agent, peer, transfer, index)
             seconds = time.perf_counter() - start
             if corrupt and transfer.reads:
                 at = ctypes.c_uint8.from_address(int(transfer.reads[0].local[0, 0]))
@@ -77,7 +82,7 @@ def decode(pipe: Connection, scenario: Scenario, corrupt: bool) -> None:
                 wrong = str(error)
             blocks = sum(len(span.ids) for span in asked.local_spans)
             counts = (request.tokens, blocks, transfer.bytes, transfer.descriptors)
-            pipe.send(Outcome(*counts, seconds, report.moved, report.zeroed, report.untouched, wrong))
+            pipe.send(Outcome(*counts, seconds, report.moved, report.zeroed, report.untouched, counted, wrong))
     del owner
 
 
@@ -92,17 +97,21 @@ def local_spans(request: HandOff, geometry: Geometry) -> list[Span]:
     ]
 
 
-def _move(agent: Agent, peer: Peer, transfer: Transfer, index: int) -> None:
-    """Zero and read what a transfer lists, and raise if NIXL counts something else."""
+def _move(agent: Agent, peer: Peer, transfer: Transfer, index: int) -> bool:
+    """Zero and read what a transfer lists, and raise if NIXL counts something else; return whether it counts."""
     for address, length, _ in transfer.zero.tolist():
         ctypes.memset(address, 0, length)
+    counted = True
     for read in transfer.reads:
         moving = agent.read(peer, read.local, read.remote, f"done {index}".encode())
         if not moving.wait(_TIMEOUT_SECONDS):
             raise TransferError(f"request {index} did not end within {_TIMEOUT_SECONDS} s")
         measured = moving.telemetry
-        if measured is None or (measured.descriptors, measured.nbytes) != (read.descriptors, read.bytes):
+        if measured is None:
+            counted = False
+        elif (measured.descriptors, measured.nbytes) != (read.descriptors, read.bytes):
             raise TransferError(f"NIXL moved {measured}, planned were {read.descriptors}, {read.bytes} bytes")
+    return counted
 
 
 def _await_notification(agent: Agent, message: bytes) -> None:
