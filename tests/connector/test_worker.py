@@ -118,7 +118,21 @@ def test_loads_of_a_step_are_read_and_reported_once(p, d, renewed):
     stats = counted(d, "load_seconds", 6)
     assert stats.data["group_bytes"] == {"0 opaque": 2 * 8 * PAGE} == {"0 opaque": sum(stats.data["bytes"])}
     assert stats.data["group_descriptors"] == {"0 opaque": sum(stats.data["selected_descriptors"])}
+    assert stats.data["posted_descriptors"] == stats.data["selected_descriptors"]
     assert stats.data["handshakes"] == 1
+
+
+def test_without_nixls_telemetry_its_descriptors_are_unknown(p, decode, monkeypatch):
+    """Formerly each load reported 0 of them."""
+    monkeypatch.setenv("NIXL_TELEMETRY_ENABLE", "n")
+    d = decode()
+    d.start(a=(p.remote("a", [1, 2, 3]), [7, 6, 5]))
+    assert d.ended("a") == {}
+    stats = counted(d, "load_seconds", 1)
+    assert "posted_descriptors" not in stats.data
+    assert stats.data["selected_descriptors"] == [3]
+    assert "Avg descriptors" in stats.reduce()
+    assert "Avg descriptors posted" not in stats.reduce()
 
 
 def test_one_load_of_a_step_fails_alone(p, decode, silent):

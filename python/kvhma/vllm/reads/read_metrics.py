@@ -46,8 +46,8 @@ class ReadMetrics:
             for group, span in zip(self._geometry.groups, command.spans, strict=True)
             if group.kind in ("sliding", "chunked")
         ]
-        handles = [part.handle for part in read.parts if part.handle is not None]
-        posted = [handle.telemetry.descriptors for handle in handles if handle.telemetry is not None]
+        counted = [part.handle.telemetry for part in read.parts if part.handle is not None]
+        posted = [telemetry.descriptors for telemetry in counted if telemetry is not None]
         moved: dict[str, float] = {
             "zeroed_bytes": int(transfer.zero[:, 1].sum()),
             "permuted_bytes": 0 if read.permutes is None else int(read.permutes[:, 2:].prod(axis=1).sum()),
@@ -73,8 +73,9 @@ class ReadMetrics:
                 "transfer_seconds": transfer_seconds,
                 "bytes": transfer.bytes,
                 "selected_descriptors": sum(len(part.local) for part in read.parts),
-                "posted_descriptors": sum(posted),
             }
+            if len(posted) == len(counted):  # NIXL's environment may disable its telemetry
+                series["posted_descriptors"] = sum(posted)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("kvhma: loaded %s from %s: %s", command.request_id, command.remote.engine_id, series | moved)
         with self._stats.together() as stats:

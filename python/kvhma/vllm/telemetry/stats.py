@@ -184,8 +184,9 @@ class TransferStats(KVConnectorStats):
                 "Avg MB": round(nbytes / loads / 1e6, 3),
                 "Throughput (MB/s)": round(nbytes / seconds / 1e6, 1) if seconds else 0.0,
                 "Avg descriptors": round(statistics.fmean(data["selected_descriptors"]), 1),
-                "Avg descriptors posted": round(statistics.fmean(data["posted_descriptors"]), 1),
             }
+        if posted := data.get("posted_descriptors"):
+            line["Avg descriptors posted"] = round(statistics.fmean(posted), 1)
         ranks = data.get("rank_bytes", {})
         if len(ranks) > 1:
             for rank, nbytes in sorted(ranks.items()):
