@@ -61,8 +61,9 @@ PICTURES = {
         lib
         functions | content | digest | block_users
         ids
-        plan | block_tables | output
+        plan | block_tables
         results | geometry
+        output
         values
         convert
         error

@@ -211,10 +211,10 @@ class Read(Generic[_Item]):
         """
     @property
     def bytes_by_group(self) -> list[int]:
-        """Bytes read into each local group, in the order of the local geometry's groups. Empty for ids."""
+        """Bytes read into each local group, in the order of the local geometry's groups. Empty for ids and batches."""
     @property
     def descriptors_by_group(self) -> list[int]:
-        """Descriptors of each local group, in the same order. Empty for ids."""
+        """Descriptors of each local group, in the same order. Empty for ids and batches."""
 
 @final
 class Transfer(Generic[_Item]):
@@ -236,6 +236,21 @@ class Transfer(Generic[_Item]):
         descriptors_by_group: Sequence[int],
     ) -> Transfer[_Item]: ...
     def __class_getitem__(cls, key: object) -> GenericAlias: ...
+    def batches(self, limit: int) -> list[Read[_Item]]:
+        """Split the reads for a transport that takes a limited number of descriptors at once.
+
+        Together, the batches are the rows of `reads` in their order. Neighbours are joined already: two rows that touch
+        on both sides are in different regions, which a transport registers separately.
+
+        Args:
+            limit: descriptors of a batch, at most; at least 1.
+
+        Returns:
+            Parts of `reads`, source by source. Their arrays are views of the arrays of `reads`.
+
+        Raises:
+            RequestError: `limit` is 0 or not a number; or the reads are ids, which NIXL joins.
+        """
     @property
     def reads(self) -> list[Read[_Item]]:
         """One entry for each source with something to read."""
@@ -423,6 +438,10 @@ class Plan:
         """Compute the copies of a request, as ids into `views`.
 
         Arguments, result and errors are as for `transfer`.
+
+        Raises:
+            UnsupportedPairError: `views` raises it. Or a local group reads two groups of the source whose kernel blocks
+                differ, and they cut its first or last block differently; use `transfer`.
         """
 
 def validate(local: _AnyGeometry, remote: _AnyGeometry) -> list[Finding]:

@@ -210,11 +210,14 @@ pub(crate) fn count_groups(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec
 
 /// Rows of a uint64 array of shape `(n, 3)`.
 pub(crate) fn read_rows(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<Descriptor>> {
-    let array = value.extract::<PyReadonlyArray2<'_, u64>>();
-    let Some(rows) = array.as_ref().ok().map(|array| array.as_array()).filter(|rows| rows.ncols() == 3) else {
-        return Err(type_error(value.py(), what, "", "expected a uint64 array of shape (n, 3)"));
-    };
-    Ok(rows.rows().into_iter().map(|row| [row[0], row[1], row[2]]).collect())
+    let rows = rows_of_three(what, value)?;
+    Ok(rows.as_array().rows().into_iter().map(|row| [row[0], row[1], row[2]]).collect())
+}
+
+/// The same in place.
+pub(crate) fn rows_of_three<'py>(what: &str, value: &Bound<'py, PyAny>) -> PyResult<PyReadonlyArray2<'py, u64>> {
+    let array = value.extract::<PyReadonlyArray2<'py, u64>>().ok().filter(|array| array.as_array().ncols() == 3);
+    array.ok_or_else(|| type_error(value.py(), what, "", "expected a uint64 array of shape (n, 3)"))
 }
 
 /// Unsigned numbers of 64 bits: a list or an array of integers.

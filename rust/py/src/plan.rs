@@ -147,6 +147,10 @@ impl Plan {
     /// Compute the copies of a request, as ids into `views`.
     ///
     /// Arguments, result and errors are as for `transfer`.
+    ///
+    /// Raises:
+    ///     UnsupportedPairError: `views` raises it. Or a local group reads two groups of the source whose kernel blocks
+    ///         differ, and they cut its first or last block differently; use `transfer`.
     fn ids(
         &self,
         py: Python<'_>,

@@ -6,8 +6,9 @@ use numpy::PyArray2;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::convert::{column, rows};
-use crate::error::printable;
+use crate::convert::{column, read_u64, rows, rows_of_three};
+use crate::error::{printable, type_error};
+use crate::output::part;
 
 /// The arguments of a value's constructor: its attributes, which pickle and copies preserve.
 fn attributes<'py>(value: &Bound<'py, PyAny>, names: &str) -> PyResult<Bound<'py, PyTuple>> {
@@ -95,9 +96,9 @@ pub(crate) struct Read {
     /// NIXL joins consecutive ids in dense strided views on both sides. NIXL before 1.5 writes views out row by row,
     /// and may also join ids across views that touch.
     descriptors: u64,
-    /// Bytes read into each local group, in the order of the local geometry's groups. Empty for ids.
+    /// Bytes read into each local group, in the order of the local geometry's groups. Empty for ids and batches.
     bytes_by_group: Vec<u64>,
-    /// Descriptors of each local group, in the same order. Empty for ids.
+    /// Descriptors of each local group, in the same order. Empty for ids and batches.
     descriptors_by_group: Vec<u64>,
 }
 
@@ -119,6 +120,36 @@ impl Read {
         let Copies { local, remote, bytes_by_group, descriptors_by_group, .. } = copies;
         let (local, remote) = (rows(py, local)?.into_any().unbind(), rows(py, remote)?.into_any().unbind());
         Ok(Self { source, local, remote, bytes, descriptors, bytes_by_group, descriptors_by_group })
+    }
+
+    /// Appends batches of at most `limit` descriptors.
+    fn append_batches(&self, py: Python<'_>, limit: usize, batches: &mut Vec<Self>) -> PyResult<()> {
+        let (local, remote) = (self.local.bind(py), self.remote.bind(py));
+        let lengths = rows_of_three("reads.local", local)?;
+        let (count, other) = (lengths.as_array().nrows(), rows_of_three("reads.remote", remote)?.as_array().nrows());
+        if count != other {
+            return Err(type_error(py, "reads", "", &format!("have {count} local and {other} remote descriptors")));
+        }
+        for start in (0..count).step_by(limit) {
+            let rows = start..start.saturating_add(limit).min(count);
+            batches.push(Self {
+                source: self.source,
+                local: part(local, rows.clone())?.unbind(),
+                remote: part(remote, rows.clone())?.unbind(),
+                bytes: lengths
+                    .as_array()
+                    .column(1)
+                    .iter()
+                    .skip(start)
+                    .take(limit)
+                    .copied()
+                    .fold(0, u64::saturating_add),
+                descriptors: rows.len() as u64,
+                bytes_by_group: Vec::new(),
+                descriptors_by_group: Vec::new(),
+            });
+        }
+        Ok(())
     }
 
     #[allow(clippy::unnecessary_wraps, reason = "as `of_rows`")]
@@ -166,6 +197,31 @@ pub(crate) struct Transfer {
 
 #[pymethods]
 impl Transfer {
+    /// Split the reads for a transport that takes a limited number of descriptors at once.
+    ///
+    /// Together, the batches are the rows of `reads` in their order. Neighbours are joined already: two rows that touch
+    /// on both sides are in different regions, which a transport registers separately.
+    ///
+    /// Args:
+    ///     limit: descriptors of a batch, at most; at least 1.
+    ///
+    /// Returns:
+    ///     Parts of `reads`, source by source. Their arrays are views of the arrays of `reads`.
+    ///
+    /// Raises:
+    ///     RequestError: `limit` is 0 or not a number; or the reads are ids, which NIXL joins.
+    fn batches(&self, py: Python<'_>, limit: &Bound<'_, PyAny>) -> PyResult<Vec<Read>> {
+        let limit = usize::try_from(read_u64("limit", limit)?).unwrap_or(usize::MAX);
+        if limit == 0 {
+            return Err(type_error(py, "limit", "0", "is not at least 1"));
+        }
+        let mut batches = Vec::new();
+        for read in &self.reads {
+            read.get().append_batches(py, limit, &mut batches)?;
+        }
+        Ok(batches)
+    }
+
     fn __getnewargs__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyTuple>> {
         attributes(slf, "reads zero bytes descriptors excess_bytes first_tokens bytes_by_group descriptors_by_group")
     }
