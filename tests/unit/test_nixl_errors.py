@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever NIXL raises in whichever call: a caller of kvhma.nixl sees kvhma's errors only."""
+"""NIXL may raise anything in any call: a caller of kvhma.nixl sees kvhma's errors only."""
 
 from __future__ import annotations
 
