@@ -332,14 +332,17 @@ def test_another_prompt_changes_nothing_for_the_right_one(p, make, monkeypatch, 
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_a_sample_that_comes_too_late(p, make, recompute):
+@pytest.mark.parametrize("names", [("0_parent", "1_parent"), ("first", "repeated")])
+def test_a_sample_or_a_repeated_request_that_comes_too_late(p, make, names, recompute):
+    """The pages of leases and routers say what becomes of it: docs/routers.md."""
     d = make(recompute=recompute)
     params = finished_at(p)
-    first = added(d, params, "0_parent")
-    load(d, first)
-    end_read(d, first)
+    first, late = names
+    asked = added(d, params, first)
+    load(d, asked)
+    end_read(d, asked)
     wait_until_freed(p)
-    assert reason_of(d, added(d, params, "1_parent")) == "late_reader"
+    assert reason_of(d, added(d, params, late)) == "late_reader"
 
 
 @pytest.mark.parametrize("recompute", [True, False])
