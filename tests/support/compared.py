@@ -30,6 +30,7 @@ CONFIG = "the model's configuration"
 BUILT = "scales, switches and position tables"
 TYPES = "dtypes of activations and caches, and quantization"
 OVERRIDES = "settings of vLLM that change the model"
+WEIGHTS = "weights, also a draft's"
 DRAFT = "a draft model"
 PAGES = "layers, groups, pages, heads, blocks and windows"
 PROMPT = "tokens, adapter, multimodal items, salt and embeddings of a prompt"
@@ -65,6 +66,12 @@ FACTS = (
         "as texts: online quantization, no sliding window, other classes, no bounded replay",
         "tests/connector/test_identity.py::test_what_changes_the_values_in_a_cache_changes_the_identity",
         "overrides",
+    ),
+    Fact(
+        WEIGHTS,
+        "by [digests of their files](weights.md)",
+        "tests/connector/test_weight_files.py::test_a_link_that_moves",
+        "weights draft_weights",
     ),
     Fact(
         DRAFT,
@@ -127,18 +134,23 @@ PARALLEL = {
     RANKS: "pipeline_parallel_size tensor_parallel_size prefill_context_parallel_size decode_context_parallel_size "
     "dcp_kv_cache_interleave_size cp_kv_cache_interleave_size _allow_auto_resolve_cp_interleave_size dcp_q_replicate "
     "world_size rank",
-    SPEED: "data_parallel_size data_parallel_size_local data_parallel_rank data_parallel_rank_local "
-    "data_parallel_master_ip data_parallel_rpc_port dp_sync_interval data_parallel_master_port data_parallel_backend "
-    "data_parallel_external_lb data_parallel_hybrid_lb data_parallel_index is_moe_model enable_hc_sp "
-    "enable_expert_parallel enable_batch_sharded_sampling enable_ep_weight_filter enable_eplb eplb_config "
-    "expert_placement_strategy all2all_backend max_parallel_loading_workers disable_custom_all_reduce "
-    "enable_shm_tensor_arena enable_elastic_ep elastic_ep_max_dp_size enable_dbo ubatch_size "
-    "dbo_decode_token_threshold dbo_prefill_token_threshold disable_nccl_for_dp_synchronization "
-    "ray_workers_use_nsight ray_runtime_env placement_group distributed_executor_backend worker_cls sd_worker_cls "
-    "worker_extension_cls master_addr master_port node_rank nnodes numa_bind numa_bind_nodes numa_bind_cpus "
-    "assigned_physical_gpu_ids distributed_timeout_seconds cpu_distributed_timeout_seconds "
-    "_data_parallel_master_port_list _coord_store_port dcp_comm_backend _api_process_count _api_process_rank "
-    "enable_fault_tolerance fault_tolerance_config",
+    SPEED: """
+        data_parallel_size data_parallel_size_local data_parallel_rank data_parallel_rank_local
+        data_parallel_master_ip data_parallel_rpc_port dp_sync_interval data_parallel_master_port
+        data_parallel_backend data_parallel_external_lb data_parallel_hybrid_lb data_parallel_index is_moe_model
+        enable_hc_sp enable_expert_parallel enable_batch_sharded_sampling enable_ep_weight_filter enable_eplb
+        eplb_config expert_placement_strategy
+
+        all2all_backend max_parallel_loading_workers disable_custom_all_reduce enable_shm_tensor_arena
+        enable_elastic_ep elastic_ep_max_dp_size enable_dbo ubatch_size dbo_decode_token_threshold
+        dbo_prefill_token_threshold disable_nccl_for_dp_synchronization ray_workers_use_nsight ray_runtime_env
+        placement_group distributed_executor_backend worker_cls sd_worker_cls worker_extension_cls master_addr
+
+        master_port node_rank nnodes numa_bind numa_bind_nodes numa_bind_cpus assigned_physical_gpu_ids
+        distributed_timeout_seconds cpu_distributed_timeout_seconds _data_parallel_master_port_list
+        _coord_store_port dcp_comm_backend _api_process_count _api_process_rank enable_fault_tolerance
+        fault_tolerance_config
+    """,
 }
 ATTENTION = {
     CONFIG: "num_heads num_kv_heads head_size alibi_slopes use_alibi_sqrt attn_type mm_prefix_clamp_sliding_window "

@@ -22,6 +22,7 @@ from kvhma.errors import HandshakeError, HandshakeTimeoutError, KvhmaError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region
 
 if TYPE_CHECKING:  # the connector's packages may not be installed
+    from kvhma.vllm.config.identity import ModelIdentity
     from kvhma.vllm.peers.client import Client
     from kvhma.vllm.wire.messages import EngineInfo
     from kvhma.vllm.wire.params import Address
@@ -138,16 +139,20 @@ def _handshake(workers: Sequence[LiveWorker], took: str) -> Row:
 
 def _models(workers: Sequence[LiveWorker]) -> Iterator[Row]:
     """Name each model that the workers report. A valid engine has one."""
-    models = list(dict.fromkeys(worker.extra.model for worker in workers))
-    for model in models:
-        parts = [model.model, *([f"revision {model.revision}"] if model.revision else [])]
-        parts += [f"model_id {model.model_id}"] if model.model_id else []
-        parts += [f"dtype {model.dtype}", f"KV cache {model.cache_dtype}"]
-        parts += [f"quantization {model.quantization}"] if model.quantization else []
-        if len(models) == 1:
-            yield Row("peer: model", "ok", ", ".join(parts))
+    names = list(dict.fromkeys(_model(worker.extra.model) for worker in workers))
+    for name in names:
+        if len(names) == 1:
+            yield Row("peer: model", "ok", name)
         else:
-            yield Row("peer: model", "failed", ", ".join(parts), "start all its workers with one model")
+            yield Row("peer: model", "failed", name, "start all its workers with one model")
+
+
+def _model(model: ModelIdentity) -> str:
+    parts = [model.model, *([f"revision {model.revision}"] if model.revision else [])]
+    parts += [f"model_id {model.model_id}"] if model.model_id else []
+    parts += [f"dtype {model.dtype}", f"KV cache {model.cache_dtype}"]
+    parts += [f"quantization {model.quantization}"] if model.quantization else []
+    return ", ".join(parts)
 
 
 def _geometries(workers: Sequence[LiveWorker]) -> Row:

@@ -357,6 +357,7 @@ def identity_of(config: VllmConfig, settings: Settings, layers: Iterable[str] = 
         UnsupportedPairError: the modules cannot be read with this version of vLLM.
     """
     model, draft = config.model_config, _draft_model(config)
+    built = built_layers(layers, config.compilation_config.static_forward_context, model.hf_text_config.to_dict())
     deadline = time.monotonic() + SECONDS
     dtype = _name_of(model.dtype)
     cache_dtype = resolve_kv_cache_dtype_string(config.cache_config.cache_dtype, model)
@@ -371,7 +372,7 @@ def identity_of(config: VllmConfig, settings: Settings, layers: Iterable[str] = 
         overrides=_json(_overrides(config)),
         draft=None if draft is None else _bounded(f"{draft.model} {_revision(draft) or ''} {_name_of(draft.dtype)}"),
         config=dict(_fields(model.hf_config.to_dict(), _NOT_COMPARED | PretrainedConfig().to_dict().keys())),
-        layers=built_layers(layers, config.compilation_config.static_forward_context, model.hf_text_config.to_dict()),
+        layers=built,
         weights=_digest(model, config.load_config, deadline),
         draft_weights=None if draft is None else _digest(draft, get_draft_load_config(config), deadline),
     )
