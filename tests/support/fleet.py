@@ -82,7 +82,9 @@ class Engine:
             return cut
         if not body.get("stream"):
             choices = self.choices or [{"index": index, "text": "a"} for index in range(body.get("n", 1))]
-            return web.json_response({"choices": choices, "usage": self.usage, "kv_transfer_params": self.params})
+            answer = {"choices": choices, "usage": self.usage, "kv_transfer_params": self.params}
+            metrics = {"endpoint-load-metrics": "TEXT x=1"} if "endpoint-load-metrics-format" in request.headers else {}
+            return web.json_response(answer, headers=metrics)
         events = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await events.prepare(request)
         try:

@@ -13,7 +13,7 @@ aiohttp = pytest.importorskip("aiohttp", reason="make dev installs it")
 pytest.importorskip("msgspec", reason="make dev installs it")
 
 from kvhma import proxy
-from kvhma.proxy.app import parser
+from kvhma.proxy.app import PASSED, PASSED_TO_DECODE, parser
 from support.fleet import PARAMS, Fleet, run, usage
 
 
@@ -241,6 +241,41 @@ def test_models_are_those_of_a_decode_engine():
             await fleet.decode[0].server.close()
             status, text = await fleet.get("/v1/models")
             assert (status, json.loads(text)["error"]["type"]) == (502, "decode_unreachable")
+
+    run(test())
+
+
+HEADERS = {name: f"a {name}" for name in (*PASSED, *PASSED_TO_DECODE)}
+
+
+@pytest.mark.parametrize("tickets", [False, True])
+def test_engines_get_the_headers_that_vllm_reads(tickets):
+    """A rank of data parallelism is D's: P has other ranks, or fewer. tests/connector compares the names with vLLM."""
+
+    async def test():
+        async with Fleet(tickets=tickets) as fleet:
+            for _ in range(2):
+                body = {"json": {"prompt": "a"}, "headers": HEADERS | {"Cookie": "a=b"}}
+                async with fleet.client.post("/v1/completions", **body) as answer:
+                    assert (answer.status, answer.headers["endpoint-load-metrics"]) == (200, "TEXT x=1")
+            for engine, names in ((fleet.prefill, PASSED), (fleet.decode[0], HEADERS)):
+                for _, _, got in engine.asked:
+                    own = {name: got[name] for name in (*HEADERS, "Cookie") if name in got}
+                    assert own == {name: HEADERS[name] for name in names}
+
+    run(test())
+
+
+def test_each_prompt_of_a_list_has_the_headers():
+    async def test():
+        async with Fleet() as fleet:
+            sent = {"headers": {"X-data-parallel-rank": "1", "X-Session-ID": "s"}, "json": {"prompt": ["a", "b"]}}
+            async with fleet.client.post("/v1/completions", **sent) as answer:
+                assert answer.status == 200
+            ranks = [
+                [got.get("X-data-parallel-rank") for _, _, got in one.asked] for one in (fleet.prefill, *fleet.decode)
+            ]
+            assert ranks == [[None, None], ["1", "1"]]
 
     run(test())
 

@@ -19,6 +19,7 @@ MAX_ANSWER_BYTES = 256 << 20
 MAX_EVENT_BYTES = 64 << 20
 _CHANGED = (b'"cached_tokens"', b'"kv_transfer_params"')
 """What changes an event. In the text of an answer the quotation marks are escaped."""
+_RETURNED = ("Content-Type", "endpoint-load-metrics")
 _EVENT_END = re.compile(rb"\n\r?\n|\r\r")
 """An empty line. Lines of a stream may end in LF, CR LF or CR."""
 
@@ -38,7 +39,8 @@ class Answer:
         self._first, self._read = b"", bytearray()
         self._has_usage = False
         self.status = answer.status
-        self.headers = {"Content-Type": answer.headers.get("Content-Type", "application/json")}
+        self.headers = {name: answer.headers[name] for name in _RETURNED if name in answer.headers}
+        self.headers.setdefault("Content-Type", "application/json")
         self.params: Any = None
 
     @property

@@ -56,8 +56,10 @@ PREFILL_PARAMS: dict[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-PASSED = ("Authorization", "X-Request-Id", "traceparent", "tracestate")
-"""Headers of clients that are passed to engines."""
+PASSED = ("Authorization", "X-Request-Id", "traceparent", "tracestate", "X-Session-ID", "X-Vllm-Priority")
+"""Headers of clients that are passed to all engines."""
+PASSED_TO_DECODE = ("X-data-parallel-rank", "endpoint-load-metrics-format")
+"""Headers that concern the engine that answers. A rank of D means nothing to P, which has its own ranks."""
 ONLY_FOR_DECODE = ("stream_options", "min_tokens", "best_of", "echo")
 PATHS = re.compile(
     r"/v1/(?!(un)?load_lora)(?!(.*/)?\.).+|/(tokenize|detokenize|version|ping|score|rerank|classify|pooling)"
@@ -224,7 +226,8 @@ class Proxy:
         try:
             for index in range(len(prompts)):
                 for prompt in prompts[index + len(begun) : index + AT_ONCE]:
-                    own = Call(call.path, call.headers | {"X-Request-Id": f"{call.id}-{index + len(begun)}"})
+                    headers = call.headers | {"X-Request-Id": f"{call.id}-{index + len(begun)}"}
+                    own = Call(call.path, headers, call.for_decode)
                     begun.append(asyncio.create_task(self._complete(own, body | {"prompt": prompt})))
                 async with contextlib.aclosing(await begun.popleft()) as answer:
                     yield index, answer
@@ -280,15 +283,21 @@ async def ended(*tasks: asyncio.Task[Any]) -> None:
             await outcome.aclose()
 
 
+def passed(request: web.Request, names: Sequence[str]) -> dict[str, str]:
+    """Return those headers of a client that engines may get."""
+    given = {name: request.headers.get(name, "") for name in names}
+    return {name: value for name, value in given.items() if value and value.isascii() and value.isprintable()}
+
+
 @web.middleware
 async def with_call(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     """Store what engines get of a request besides its body, and answer errors in OpenAI's form."""
-    passed = {name: request.headers.get(name, "") for name in PASSED}
-    headers = {name: value for name, value in passed.items() if value and value.isascii() and value.isprintable()}
+    headers = passed(request, PASSED)
     headers.setdefault("X-Request-Id", uuid.uuid4().hex)
-    request[CALL] = Call(request.rel_url.raw_path_qs, headers | {"Content-Type": "application/json"})
+    headers["Content-Type"] = "application/json"
+    request[CALL] = Call(request.rel_url.raw_path_qs, headers, passed(request, PASSED_TO_DECODE))
     try:
         return await handler(request)
     except ProxyError as failure:

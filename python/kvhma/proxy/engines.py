@@ -52,7 +52,8 @@ class Call:
 
     Attributes:
         path: with the query.
-        headers: those that engines get.
+        headers: those that all engines get.
+        for_decode: headers that only decode engines get.
         failed: by role the engine that has failed the request.
         chat: what identifies the chat, if turns are stored.
         last_turn: parameters of the answer before, for the prefill engine.
@@ -61,6 +62,7 @@ class Call:
 
     path: str
     headers: dict[str, str]
+    for_decode: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     chat: dict[str, Any] = field(default_factory=dict)
     last_turn: dict[str, Any] | None = None
@@ -135,9 +137,10 @@ class Engines:
         Raises:
             ProxyError: it cannot be reached, or its status is an error.
         """
+        headers = call.headers | (call.for_decode if role == "decode" else {})
         with self.watched(role, engine):
             answer = await self._session.request(
-                method, engine + call.path, headers=call.headers, data=data and io.BytesIO(data), allow_redirects=False
+                method, engine + call.path, headers=headers, data=data and io.BytesIO(data), allow_redirects=False
             )
         if answer.status < 400:
             return answer
