@@ -13,6 +13,8 @@ import pytest
 # With its parts, since torch warns while they are imported, and a warning is an error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
+from vllm import envs
+
 from kvhma.vllm.config.allow_list import AllowedEngines
 from kvhma.vllm.failures import Failure
 from kvhma.vllm.holds import lease_table
@@ -329,6 +331,17 @@ def test_another_prompt_changes_nothing_for_the_right_one(p, make, monkeypatch, 
     end_read(d, right)
     wait_until_freed(p)
     assert p.take_stats() is None, "no lease ended unread"
+
+
+@pytest.mark.parametrize("what", ["tokens", "fewer tokens"])
+def test_why_a_prompt_is_another_one_is_said(p, make, what):
+    """A template that writes the date makes another prompt at midnight, or in another time zone."""
+    d = make(recompute=False)
+    other = changed(what, request("other", params=finished_at(p)))
+    d.on_request_added(other)
+    failure = failure_of(d, other)
+    assert all(cure in failure.text for cure in ("prompt_token_ids", "TZ", "VLLM_SYSTEM_START_DATE"))
+    assert "VLLM_SYSTEM_START_DATE" in envs.environment_variables, "vLLM reads it"
 
 
 @pytest.mark.parametrize("recompute", [True, False])

@@ -19,10 +19,12 @@ from typing import Any
 
 import pytest
 
-from support.engines import Answer, Zygote, engines, free_port
+from support.engines import Answer, Engine, Zygote, engines, free_port
+from support.engines.engine import REMOTE_DECODE
 from support.engines.zygote import ENVIRONMENT, engine_python
-from support.handoff import arguments, kvhma, noise, prompts
+from support.handoff import arguments, failures, kvhma, loads, noise, prompts
 from support.streams import events
+from support.tokenizer import with_tokenizer
 from support.waiting import until
 
 Models = Callable[[str], Path]
@@ -139,6 +141,71 @@ def test_the_proxy(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> 
         status, text = ask(completions, {"model": "tiny", "prompt": many[0], "max_tokens": 1})
         assert (status, json.loads(text)["error"]["type"]) == (502, "prefill_unreachable")
         assert json.loads(ask_health(urls["proxy"]))["prefill"][urls["prefill"]] != "ok"
+
+
+DATED = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<{{ strftime_now('%d %b %Y') }}>"
+ZONES = {"p": "Etc/GMT+12", "d": "Etc/GMT-14"}  # the dates of these two always differ
+
+
+def test_a_template_that_writes_the_date(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """Two engines render two prompts. Formerly each chat was HTTP 500; now D gets the prompt that P has rendered."""
+    served = with_tokenizer(model("llama"), tmp_path / "model")
+    (served / "chat_template.jinja").write_text(DATED)
+    settings = kvhma("llama") | {"skip_tokenizer_init": False}
+    transfer = settings.pop("kv_transfer_config")
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "a word " * 30}],
+        "max_tokens": 9,
+        "temperature": 0,
+    }
+    body |= {"logprobs": True, "return_token_ids": True, "ignore_eos": True}
+    with ExitStack() as stack:
+        urls = {name: f"http://127.0.0.1:{free_port()}" for name in (*ZONES, "proxy")}
+        ports = {name: int(url.rpartition(":")[2]) for name, url in urls.items()}
+        made = {
+            name: Engine(zygote, served, tmp_path / f"{name}.log", transfer, env={"TZ": zone}, engine_args=settings,
+                         http=("127.0.0.1", ports[name])).start()
+            for name, zone in ZONES.items()
+        }  # fmt: skip
+        for engine in made.values():
+            stack.callback(engine.kill)
+        for engine in made.values():
+            engine.ready()
+        command = [engine_python(), "-m", "kvhma.proxy", "--port", str(ports["proxy"])]
+        command += ["--prefill", urls["p"], "--decode", urls["d"]]
+        proxy = subprocess.Popen(command, env=os.environ | ENVIRONMENT, preexec_fn=os.setpgrp)
+        stack.callback(proxy.wait)
+        stack.enter_context(stopped(proxy.pid))
+        until_healthy(urls["proxy"] + "/health", 120)
+
+        chat = "/v1/chat/completions"
+        remote = {"kv_transfer_params": REMOTE_DECODE}
+        status, text = ask(urls["p"] + chat, body | remote)
+        assert status == 200, text
+        status, _ = ask(urls["d"] + chat, body | {"kv_transfer_params": json.loads(text)["kv_transfer_params"]})
+        assert (status, failures(made["d"], "other_prompt")) == (500, 1)
+        assert "VLLM_SYSTEM_START_DATE" in made["d"].log.read_text()
+
+        for more in ({}, {"stream": True}, {"n": 2, "temperature": 1, "top_k": 1}):
+            status, text = ask(urls["proxy"] + chat, body | more)
+            assert status == 200, text
+            ids = next(
+                found["prompt_token_ids"] for found in (events(text) if "stream" in more else [json.loads(text)])
+            )
+            _, right = ask(urls["d"] + "/v1/completions", body | {"prompt": ids, "messages": None, "logprobs": 0})
+            assert answered(text) == [answered(right)[0]] * more.get("n", 1)
+        assert loads(made["d"]) == 4
+        assert failures(made["d"], "other_prompt") == 1
+
+
+def answered(text: str) -> list[list[int]]:
+    """The tokens of each choice of an answer, or of its events."""
+    tokens: dict[int, list[int]] = {}
+    for one in events(text) if text.startswith("data:") else [json.loads(text)]:
+        for choice in one["choices"]:
+            tokens[choice["index"]] = tokens.get(choice["index"], []) + (choice.get("token_ids") or [])
+    return [tokens[index] for index in sorted(tokens)]
 
 
 FAILED = "vllm:kvhma_failed_loads_total{"

@@ -25,6 +25,7 @@ class Engine:
         self.status, self.usage, self.error = 200, usage, "no such model"
         self.params = PARAMS | {"remote_prefill_cached_tokens": 0}
         self.choices = None
+        self.prompt_token_ids = [1, 2, 3]
         self.event_end = b"\n\n"
         self.breaks = self.hangs = False
         self.drops = 0
@@ -83,6 +84,8 @@ class Engine:
         if not body.get("stream"):
             choices = self.choices or [{"index": index, "text": "a"} for index in range(body.get("n", 1))]
             answer = {"choices": choices, "usage": self.usage, "kv_transfer_params": self.params}
+            if body.get("return_token_ids"):
+                answer["prompt_token_ids"] = self.prompt_token_ids
             metrics = {"endpoint-load-metrics": "TEXT x=1"} if "endpoint-load-metrics-format" in request.headers else {}
             return web.json_response(answer, headers=metrics)
         events = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

@@ -13,6 +13,7 @@ aiohttp = pytest.importorskip("aiohttp", reason="make dev installs it")
 pytest.importorskip("msgspec", reason="make dev installs it")
 
 from kvhma import proxy
+from kvhma.proxy import bodies
 from kvhma.proxy.app import PASSED, PASSED_TO_DECODE, parser
 from support.fleet import PARAMS, Fleet, run, usage
 
@@ -280,6 +281,64 @@ def test_each_prompt_of_a_list_has_the_headers():
     run(test())
 
 
+TEXT = {"role": "user", "content": "a"}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+CALLS = {"role": "assistant", "content": None, "tool_calls": []}
+PICTURE = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}
+
+
+@pytest.mark.parametrize(
+    ("messages", "is_text"),
+    [
+        ([TEXT], True),
+        ([PARTS, CALLS, TEXT], True),
+        ([TEXT, PICTURE], False),
+        ([{"role": "user", "content": [{"image_url": {}}]}], False),
+        ([{"role": "user", "content": {}}], False),
+        ([], False),
+        ("a", False),
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"stream": True, "n": 2, "tools": [{}]}])
+def test_a_chat_of_text_is_rendered_once(messages, is_text, more):
+    """Formerly both engines rendered a template with a date: another prompt at midnight. Ids have no pictures."""
+
+    async def test():
+        async with Fleet() as fleet:
+            body = {"model": "tiny", "messages": messages} | more
+            async with fleet.client.post("/v1/chat/completions", json=body) as answer:
+                assert answer.status == 200
+                await answer.read()
+            (prefilled,), (decoded,) = ([got for _, got, _ in one.asked] for one in (fleet.prefill, *fleet.decode))
+            assert prefilled.get("return_token_ids", False) == is_text
+            ids = {"prompt_token_ids": [1, 2, 3]} if is_text else {}
+            assert decoded == body | {"kv_transfer_params": PARAMS | ids}
+
+    run(test())
+
+
+def test_long_chats_are_not_read(monkeypatch):
+    messages = json.dumps([TEXT]).encode()
+    for limit, is_read in ((len(messages), True), (len(messages) - 1, False)):
+        monkeypatch.setattr(bodies, "MAX_CHAT_BYTES", limit)
+        assert bodies.is_text_chat({"messages": messages}) == is_read
+
+
+def test_a_ticket_that_failed_is_repeated_with_the_rendered_prompt():
+    """With a ticket D renders the chat while P does, and may get another date."""
+
+    async def test():
+        async with Fleet(None, None, tickets=True) as fleet:
+            await fleet.chat("a")
+            first = fleet.decode[1]
+            first.status = 500
+            assert (await fleet.chat("b"))[0] == 200
+            assert "kvhma_ticket" in first.asked[-1][1]["kv_transfer_params"]
+            assert fleet.decode[0].asked[-1][1]["kv_transfer_params"] == PARAMS | {"prompt_token_ids": [1, 2, 3]}
+
+    run(test())
+
+
 def answered(number):
     return {"do_remote_decode": True, "do_remote_prefill": False, "kvhma": {"number": number}}
 
@@ -295,7 +354,7 @@ def test_the_next_turn_of_a_chat_gets_the_parameters_of_the_last():
                 assert status == 200
                 assert "kv_transfer_params" not in json.loads(text), "where engines are is nothing for clients"
                 given.append(prefill.asked[-1][1]["kv_transfer_params"])
-                assert decode.asked[-1][1]["kv_transfer_params"] == PARAMS
+                assert decode.asked[-1][1]["kv_transfer_params"] == PARAMS | {"prompt_token_ids": [1, 2, 3]}
             assert given == [proxy.PREFILL_PARAMS, answered(0), answered(1)]
 
     run(test())

@@ -38,6 +38,7 @@ from kvhma.proxy.bodies import (
     event_of,
     form_of,
     is_computed_by_decode,
+    is_text_chat,
     joined,
     object_in,
     plain,
@@ -129,13 +130,16 @@ class Proxy:
         """
         short = {key: value for key, value in body.items() if key not in ONLY_FOR_DECODE}
         short |= {"stream": False, "n": 1, "max_tokens": 1, "kv_transfer_params": asked}
+        if hands_on_ids := is_text_chat(body):
+            short["return_token_ids"] = True
         if "max_completion_tokens" in short:
             short["max_completion_tokens"] = 1
         async with await self._engines.ask("prefill", engine, call, msgspec.json.encode(short)) as answer:
             with self._engines.watched("prefill", engine):
                 text = await read_all(answer, 64 << 20)
         try:
-            params = msgspec.json.decode(form_of(text).get("kv_transfer_params", b"null"))
+            form = form_of(text)
+            params = msgspec.json.decode(form.get("kv_transfer_params", b"null"))
             problem = "returns no kv_transfer_params; was it started with a connector?"
             params = {} if params is None and "kvhma_ticket" in asked else params
         except (msgspec.DecodeError, RecursionError) as error:
@@ -144,6 +148,9 @@ class Proxy:
             logger.warning("prefill engine %s %s", engine, problem)
             raise ProxyError(502, f"the prefill engine {problem}", "prefill_failed", ("prefill", engine))
         self._engines.learn(engine, params)
+        if params and hands_on_ids and "prompt_token_ids" in form:
+            # D does not render the template again, whose date may differ there: midnight, another time zone.
+            params["prompt_token_ids"] = form["prompt_token_ids"]
         return params
 
     async def _follow(self, call: Call, engine: str, body: Form, address: Address) -> Answer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,7 +21,8 @@ Form = dict[str, Any]
 MAX_KEYS = 1000
 MAX_PROMPTS = 4096
 MAX_CHAT_BYTES = 4 << 20
-"""A longer chat has no next turn: its messages are read as a whole, while other requests wait."""
+"""Messages of longer chats are not read, because other requests wait meanwhile: such a chat has no next turn, and D
+renders it again."""
 
 
 def form_of(data: bytes | msgspec.Raw) -> Form:
@@ -47,6 +48,28 @@ def is_computed_by_decode(body: Mapping[str, Any]) -> bool:
     """
     echoed = body.get("echo") and ("messages" in body or body.get("logprobs") is not None)
     return bool(echoed or body.get("prompt_logprobs") is not None or body.get("use_beam_search"))
+
+
+class _Text(msgspec.Struct):
+    type: Literal["text"]
+
+
+class _Message(msgspec.Struct):
+    content: str | list[_Text] | None = None
+
+
+def is_text_chat(body: Form) -> bool:
+    """Return whether a body is a chat of text only. Token ids can replace its messages, but no picture in them.
+
+    vLLM 0.31 would not look at the messages again; later versions ignore the ids if the messages have more than text.
+    """
+    messages = body.get("messages", b"")
+    if not 0 < len(memoryview(messages)) <= MAX_CHAT_BYTES:
+        return False
+    try:
+        return bool(msgspec.json.decode(messages, type=list[_Message]))
+    except (ValueError, RecursionError):
+        return False
 
 
 def plain(body: Form) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 import traceback
 from functools import partial
 from multiprocessing.connection import Connection
@@ -87,6 +88,7 @@ def _child(server: Connection, handle: int, message: dict[str, Any]) -> NoReturn
             os.dup2(log, stream)
         os.close(log)
         os.environ.update(message["env"])
+        time.tzset()  # the C library read TZ before the fork
         if (namespace := message["env"].get("KVHMA_E2E_NETNS")) is not None:
             _enter(namespace)
         # Descendants must not hold the connection open: its end of file shows that this process has ended.

@@ -30,7 +30,7 @@ from kvhma.vllm.prompts.prompt import is_sample
 from kvhma.vllm.recent import Recent
 from kvhma.vllm.telemetry.tracing import traceparent_of
 from kvhma.vllm.wire.messages import Outcome
-from kvhma.vllm.wire.params import LeaseKey, PrefillParams
+from kvhma.vllm.wire.params import DIFFERS, LeaseKey, PrefillParams
 from kvhma.vllm.wire.peer_log import logger
 from kvhma.vllm.wire.tickets import TICKET
 
@@ -217,8 +217,7 @@ class DecodeScheduler:
             return
         if not same:
             text = (
-                f"P's prompt differs in its first {remote.num_tokens} tokens, or in adapter, items or salt; for a body "
-                "with several prompts, vLLM returns only the parameters of the first"
+                f"P's prompt differs in its first {remote.num_tokens} tokens, or in adapter, items or salt: {DIFFERS}"
             )
             self._fall_back(load, "other_prompt", text)
             return

@@ -19,7 +19,7 @@ from kvhma.vllm.holds.scheduler_context import SchedulerContext
 from kvhma.vllm.loads.ticket_follower import TicketFollower
 from kvhma.vllm.loads.ticket_followers import TicketFollowers
 from kvhma.vllm.metadata import ReadCommand as ReadCommand
-from kvhma.vllm.wire.params import LeaseKey, PrefillParams
+from kvhma.vllm.wire.params import DIFFERS, LeaseKey, PrefillParams
 from kvhma.vllm.wire.tickets import Ticket
 
 if TYPE_CHECKING:
@@ -211,7 +211,9 @@ class FollowedLoads:
         ):
             if self._context.settings.trusts_items and follower.total <= request.num_prompt_tokens:
                 return True
-            raise OtherPromptError(f"P's prompt of {follower.total} tokens differs, or its adapter, items or salt do")
+            raise OtherPromptError(
+                f"P's prompt of {follower.total} tokens differs, or its adapter, items or salt do: {DIFFERS}"
+            )
         if engine.is_ahead(follower.total, request.num_prompt_tokens):
             loadable = engine.loadable_tokens(request.num_prompt_tokens)
             raise OtherPromptError(

@@ -42,6 +42,13 @@ from kvhma.vllm.wire.values import (
 VERSION = 3
 """Version of the ``kvhma`` dictionary."""
 
+DIFFERS = (
+    "does its chat template write the date? Then give D the prompt_token_ids of P in kv_transfer_params, or both "
+    "engines the same TZ and VLLM_SYSTEM_START_DATE. Of a body with several prompts, vLLM returns the parameters of "
+    "the first only"
+)
+"""Why one request may be another prompt at D, and what to do."""
+
 _MAX_ID = (1 << 31) - 1
 
 _MAX_TOKENS = 1 << 40
@@ -305,7 +312,9 @@ class PrefillParams(NamedTuple):
         if num_prompt_tokens is None:
             return remote._replace(digest=digest)
         if remote.num_tokens > num_prompt_tokens:
-            raise OtherPromptError(f"P computed {remote.num_tokens} tokens, this prompt has {num_prompt_tokens}")
+            raise OtherPromptError(
+                f"P computed {remote.num_tokens} tokens, this prompt has {num_prompt_tokens}: {DIFFERS}"
+            )
         return remote._replace(digest=digest, spans=_spans(spans, remote.num_tokens))
 
 
