@@ -10,6 +10,7 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 torch = pytest.importorskip("torch")
 
 import vllm
+from vllm.config.aux_output import AuxOutputConfig
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -26,11 +27,12 @@ def config(**more):
     speculative = more.get("speculative_config")
     names = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
     parallel = dict.fromkeys(names, 1)
-    model = {"enable_return_routed_experts": False, "disable_cascade_attn": True}
+    model = {"disable_cascade_attn": True}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{name: more.get(name, value) for name, value in parallel.items()}),
         model_config=SimpleNamespace(**{name: more.get(name, value) for name, value in model.items()}),
         speculative_config=speculative,
+        aux_output_config=more.get("aux_output_config", AuxOutputConfig()),
     )
 
 
@@ -38,15 +40,16 @@ def test_a_plain_engine():
     check_config(config())
 
 
-@pytest.mark.parametrize(
-    ("name", "found", "needed"),
-    [
-        ("enable_return_routed_experts", True, False),
-    ],
-)
-def test_refused(name, found, needed):
-    with pytest.raises(UnsupportedPairError, match=f"{name} is {found}, the kvhma connector supports only {needed}"):
-        check_config(config(**{name: found}))
+FLAGS = [name for name, kind in AuxOutputConfig.__annotations__.items() if kind is bool]
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_auxiliary_outputs(flag):
+    """With them vLLM's scheduler may load less than the connector has promised (`cap_external_hit`)."""
+    assert "enable_return_routed_experts" in FLAGS
+    said = "enable_return_routed_experts is True, the kvhma connector supports only False"
+    with pytest.raises(UnsupportedPairError, match=said):
+        check_config(config(aux_output_config=AuxOutputConfig(**{flag: True})))
 
 
 def test_cascade_attention():

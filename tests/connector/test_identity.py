@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 import msgspec
-from vllm.config import CacheConfig, ModelConfig, VllmConfig
+from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
 
 from kvhma.errors import UnsupportedPairError
 from kvhma.vllm.config.engine_config import identity_of
@@ -94,6 +94,36 @@ def test_fields_of_the_models_own_file(tmp_path):
 def test_two_models_of_one_shape(tmp_path):
     one, other = (identity(folder(tmp_path / name)) for name in ("base", "fine-tune"))
     assert differing(one, other) == {"model"}
+
+
+def draft_of(where: Path, draft: Path, **more: object) -> ModelIdentity:
+    model = ModelConfig(model=str(where), tokenizer=str(where), skip_tokenizer_init=True)
+    parallel = ParallelConfig()
+    speculative = SpeculativeConfig(
+        target_model_config=model,
+        target_parallel_config=parallel,
+        model=str(draft),
+        method="draft_model",
+        num_speculative_tokens=2,
+    )
+    for name, value in more.items():
+        setattr(speculative, name, value)
+    config = VllmConfig(model_config=model, cache_config=CacheConfig(block_size=16), parallel_config=parallel)
+    config.speculative_config = speculative
+    return identity_of(config, Settings.read({}))
+
+
+@pytest.mark.parametrize("change", [{"method": "eagle"}, {"parallel_drafting": True}], ids=str)
+def test_how_a_draft_drafts_is_compared(tmp_path, change):
+    """With equal weights it computes its keys from other inputs."""
+    where, draft = folder(tmp_path / "m"), folder(tmp_path / "draft")
+    one, other = draft_of(where, draft), draft_of(where, draft, **change)
+    assert differing(one, draft_of(where, draft)) == set()
+    assert differing(one, identity(where)) == {"draft"}
+    assert differing(one, other) == {"draft"}
+    with pytest.raises(UnsupportedPairError, match="draft of the model is"):
+        check_same_model(one, other)
+    check_same_model(one, identity(where))
 
 
 def test_long_values_are_bounded(tmp_path):

@@ -69,13 +69,9 @@ def check_config(config: VllmConfig) -> None:
         UnsupportedPairError: the text names the setting and both values.
     """
     parallel, model = config.parallel_config, config.model_config
-    # In some versions a setting of the model, in others of a separate configuration.
+    # vLLM may then shorten what a connector has promised to load, and D has no experts of P's tokens.
     routed = "enable_return_routed_experts"
-    aux = getattr(config, "aux_output_config", None)
-    required: list[tuple[str, Any, Any]] = [
-        (routed, getattr(model, routed, False), False),
-        (f"aux_output_config.{routed}", getattr(aux, routed, False), False),
-    ]
+    required: list[tuple[str, Any, Any]] = [(routed, config.aux_output_config.enabled, False)]
     # Before 0.33 vLLM does not notify connectors when it remaps the caches. Other engines would read other memory.
     if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
         required.append(("enable_sleep_mode", getattr(model, "enable_sleep_mode", False), False))
@@ -370,7 +366,7 @@ def identity_of(config: VllmConfig, settings: Settings, layers: Iterable[str] = 
         quantization=None if model.quantization is None else str(model.quantization),
         cache_dtype=dtype if cache_dtype == "auto" else str(cache_dtype),
         overrides=_json(_overrides(config)),
-        draft=None if draft is None else _bounded(f"{draft.model} {_revision(draft) or ''} {_name_of(draft.dtype)}"),
+        draft=None if draft is None else _drafts(draft, config.speculative_config),
         config=dict(_fields(model.hf_config.to_dict(), _NOT_COMPARED | PretrainedConfig().to_dict().keys())),
         layers=built,
         weights=_digest(model, config.load_config, deadline),
@@ -415,6 +411,12 @@ def _draft_model(config: VllmConfig) -> ModelConfig | None:
     draft = None if speculative is None else speculative.draft_model_config
     # Methods without a draft model name the model itself here, because its own layers draft.
     return None if draft is None or draft.model == config.model_config.model else draft
+
+
+def _drafts(draft: ModelConfig, speculative: Any) -> str:
+    """Return which model drafts, and how: other methods compute other keys from the same weights."""
+    how = f"{draft.quantization} {speculative.method}{' in parallel' if speculative.parallel_drafting else ''}"
+    return _bounded(f"{draft.model} {_revision(draft) or ''} {_name_of(draft.dtype)} {how}")
 
 
 def _json(value: Any) -> str:

@@ -32,7 +32,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
         config: fields of its configuration, those of objects in it with a dot, and their values.
         layers: what it does to caches besides its weights, as it was built.
         overrides: settings of vLLM that change what it computes, as JSON.
-        draft: name and revision of a draft model with separate weights; None without one.
+        draft: a draft model with separate weights, and how it drafts; None without one.
         weights: digests of the files that they were loaded from; None if the engine does not know them.
         draft_weights: the same of the draft model.
     """
