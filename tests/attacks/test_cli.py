@@ -54,6 +54,7 @@ NANO = "NVIDIA-Nemotron-3-Nano-30B-A3B"
         ([NANO, "--decode", "tp=1,tp=2"], "tp is given twice"),
         ([NANO, "--decode", "TP=1,tensor-parallel-size=2"], "tp is given twice"),
         ([NANO, "--decode", "kv=int3"], "kv=int3: must be one of auto, bf16"),
+        ([NANO, "--decode", "kv=nvfp4"], "int8_per_token_head and nvfp4, cannot be planned"),
         ([NANO, "--decode", "layout=LHBNC"], "--decode: order 'LHBNC': a state page must be contiguous"),
         ([NANO, "--decode", "kernel=48"], "--decode: kernel_block 48: must divide the logical block of 2096"),
         (["gemma-3-4b", "--prefill", "block=7"], "--prefill: block_size 7: FlashInfer needs a multiple of 16"),

@@ -16,6 +16,7 @@ import vllm
 from kvhma.errors import ConfigError
 from kvhma.models import Attention, Model, State
 from kvhma.models.config import model_from_config, read_config
+from kvhma.vllm.caches.meta_model import ask
 from support.cli_configs import CONFIGS
 from support.families import FAMILIES
 from support.public_configs import EXPERTS, PUBLIC, own
@@ -34,6 +35,7 @@ NOT_MADE = {
 }
 """Models that vLLM 0.32 does not make here, with the reason."""
 SAMPLE = {"AFM-4.5B", "falcon-7b", "LongCat-Flash", "llava-1.5-7b", "Nemotron-49B", "Olmo-Hybrid-7B", "Trinity-Nano"}
+SAMPLE |= {"granite-4.0-micro", "Nemotron-3-Puzzle", "Step-3.5-Flash"}
 
 
 def caches(model: Model) -> list[Attention | State]:
@@ -52,6 +54,43 @@ def test_public_configurations(name: str) -> None:
         return
     assert isinstance(found, Model), found
     assert caches(model_from_config(PUBLIC[name])) == caches(found)
+
+
+def test_blocks_with_heads_of_their_own() -> None:
+    """Remote code gives them to vLLM's class, which is made without that code here."""
+    form = PUBLIC["Nemotron-3-Puzzle"]
+    blocks = [
+        block | ({"num_key_value_heads": 4} if number == 3 else {})
+        for number, block in enumerate(form["block_configs"])
+    ]
+    for changed_form in ({**form, "block_configs": blocks}, {**form, "block_configs": blocks[:-1]}):
+        for make in (model_from_config, lambda form: ask("puzzle", form, (1,))):
+            with pytest.raises(ConfigError, match="block_configs"):
+                make(changed_form)
+
+
+STEP = PUBLIC["Step-3.5-Flash"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_other_setting": STEP["attention_other_setting"] | {"num_attention_groups": 4, "head_dim": 64}},
+        {
+            "attention_other_setting": STEP["attention_other_setting"]
+            | {"attention_type": "full_attention", "head_dim": 64}
+        },
+        {"attention_other_setting": None},
+        {"layer_types": None, "partial_rotary_factors": None},
+        {"layer_types": STEP["layer_types"] + ["sliding_attention"] * 3},  # as its file has it, with those of drafts
+    ],
+    ids=str,
+)
+def test_other_heads_of_step(changes: dict[str, Any]) -> None:
+    form = {name: value for name, value in (STEP | changes).items() if value is not None}
+    found = model_in_fork(form)
+    assert isinstance(found, Model), found
+    assert caches(model_from_config(form)) == caches(found)
 
 
 ADDED = {
@@ -182,7 +221,8 @@ def test_saved_again_by_transformers(name: str, tmp_path: Path, monkeypatch: pyt
     """transformers 5 writes layers and heads in other words than the file that it read, and defaults too."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    if SOURCES[name]["model_type"] not in CONFIG_MAPPING:
+    # vLLM's own class of Step-3.5 does not read the heads of layers that transformers' class writes.
+    if SOURCES[name]["model_type"] not in CONFIG_MAPPING or name == "Step-3.5-Flash":
         pytest.skip("its class is remote code, or vLLM's")
     config = AutoConfig.for_model(**SOURCES[name])
     # While a process has a V3.2, vLLM changes the name of transformers' class of DeepSeek-V3.

@@ -238,6 +238,42 @@ def test_linear_attention_keeps_no_rows(sizes: dict[str, int]) -> None:
         State(**{**asdict(State("linear", 0, 1, 4, 8, 8, 0, "bfloat16", "bfloat16")), **sizes})
 
 
+def test_step_has_other_heads_in_windows() -> None:
+    form = PUBLIC["Step-3.5-Flash"]
+    other = form["attention_other_setting"] | {"num_attention_groups": 4, "head_dim": 64}
+    one = model_from_config({**form, "attention_other_setting": other})
+    assert one.layers == ("full", *["sliding"] * 3, "full", "sliding")
+    assert (one.kv_heads, one.head_dim, one.window) == (8, 128, 512)
+    assert one.attention == (Attention("sliding", 4, 64),)
+    for wrong in ([1], {"attention_type": "mamba"}, {"attention_type": "sliding_attention"}):
+        with pytest.raises(ConfigError, match=r"attention_other_setting|num_attention_groups is missing"):
+            model_from_config({**form, "attention_other_setting": wrong})
+    with pytest.raises(ConfigError, match="layer_types"):
+        model_from_config({**form, "layer_types": ["full_attention"] * 5})
+    with pytest.raises(ConfigError, match="sliding_window is missing"):
+        model_from_config({name: value for name, value in form.items() if name != "sliding_window"})
+
+
+def test_puzzle_blocks_differ_in_experts_only() -> None:
+    form = PUBLIC["Nemotron-3-Puzzle"]
+    plain = {**form, "model_type": "nemotron_h"}
+    del plain["block_configs"]
+    one, other = model_from_config(form), model_from_config(plain)
+    assert (one.layers, one.state, one.kv_heads) == (other.layers, other.state, other.kv_heads)
+    blocks = form["block_configs"]
+    for wrong in (None, blocks[:-1], [*blocks[:3], {"block_type": "attention", "num_key_value_heads": 4}, *blocks[4:]]):
+        with pytest.raises(ConfigError, match="block_configs"):
+            model_from_config({**form, "block_configs": wrong})
+
+
+def test_fields_of_a_state_that_no_layer_has() -> None:
+    """Granite 4 micro: attention only, in the class of hybrids."""
+    one = model_from_config({**PUBLIC["granite-4.0-micro"], "mamba_d_head": 64})
+    assert (set(one.layers), one.state) == ({"full"}, None)
+    with pytest.raises(ConfigError, match="mamba_d_head 64 of 128 heads"):
+        model_from_config({**PUBLIC["granite-4.0-micro"], "mamba_d_head": 64, "layer_types": ["mamba"] * 4})
+
+
 def test_an_index_beside_heads() -> None:
     """MiniMax-M3: a key of each token in bfloat16, whole on every rank, beside the heads of some layers."""
     one = model_from_config(PUBLIC["MiniMax-M3"])

@@ -212,7 +212,10 @@ def dtype(text: str) -> str | None:
         ValueError: it is not known.
     """
     if text.lower() not in DTYPES:
-        raise ValueError(f"must be one of {', '.join(DTYPES)}")
+        raise ValueError(
+            f"must be one of {', '.join(DTYPES)}. Caches with scales or packed numbers, such as int8_per_token_head "
+            "and nvfp4, cannot be planned: docs/formats.md says which of them the connector reads"
+        )
     return DTYPES[text.lower()]
 
 

@@ -115,6 +115,13 @@ _MAMBA1 = Architecture(
     layers.all_state, states.mamba1, listed=False, defaults={"conv_kernel": 4, "state_size": 16, "expand": 2}
 )
 
+_NEMOTRON_H = Architecture(
+    layers.nemotron_h,
+    states.nemotron_h,
+    defaults={"mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4},
+    reads=frozenset(("attention_head_dim",)),
+)
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": _UNIFORM,
     "mistral": _WINDOWED,
@@ -204,6 +211,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         heads=heads.mimo,
         reads=frozenset(("v_head_dim", "swa_num_key_value_heads", "swa_head_dim", "hybrid_layer_pattern")),
     ),
+    "step3p5": Architecture(
+        layers.step3p5,
+        listed=False,
+        heads=heads.step3p5,
+        kv_heads=lambda fields: fields.size("num_attention_groups"),
+    ),
     "minimax_m2": _UNIFORM,
     "minimax_m3_text": _MINIMAX_M3,
     "minimax_m3_vl_text": _MINIMAX_M3,
@@ -240,17 +253,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         defaults={"layer_group_size": 1, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
         reads=_MLA.reads,
     ),
-    "nemotron_h": Architecture(
-        layers.nemotron_h,
-        states.nemotron_h,
-        defaults={
-            "mamba_num_heads": 128,
-            "mamba_head_dim": 64,
-            "ssm_state_size": 128,
-            "n_groups": 8,
-            "conv_kernel": 4,
-        },
-        reads=frozenset(("attention_head_dim",)),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_puzzle": replace(
+        _NEMOTRON_H,
+        layers=layers.nemotron_h_puzzle,
+        listed=False,
+        reads=_NEMOTRON_H.reads | {"block_configs"},
     ),
     "qwen3_next": _QWEN_GDN,
     "qwen3_5_text": _QWEN_GDN,
@@ -267,7 +275,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
     ),
     "bamba": Architecture(layers.bamba, states.mamba2, listed=False, defaults=_MAMBA2),
-    "granitemoehybrid": Architecture(layers.all_state, states.mamba2, defaults=_MAMBA2),
+    "granitemoehybrid": Architecture(layers.all_state, states.mamba2, defaults=_MAMBA2, refused=_OWN_SIZE),
     "falcon_h1": Architecture(layers.both, states.mamba2, listed=False, defaults={**_MAMBA2, "mamba_d_ssm": 1024}),
     "zamba2": Architecture(
         layers.zamba2,

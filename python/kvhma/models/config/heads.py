@@ -6,7 +6,7 @@ from __future__ import annotations
 from kvhma.errors import ConfigError
 from kvhma.models.config.fields import Fields
 from kvhma.models.config.layers import nemotron_nas as nemotron_nas_layers
-from kvhma.models.table import Attention
+from kvhma.models.table import Attention, AttentionKind
 from kvhma.text import quote
 
 
@@ -85,6 +85,19 @@ def mimo(fields: Fields) -> tuple[Attention, ...]:
         raise ConfigError(f"swa_num_attention_heads {others}, num_attention_heads {queries}: must be equal")
     heads, width = fields.size("swa_num_key_value_heads"), fields.size("swa_head_dim")
     return (Attention("sliding", heads, width, fields.size("swa_v_head_dim", derived=width)),)
+
+
+def step3p5(fields: Fields) -> tuple[Attention, ...]:
+    """Layers of one type, usually those with windows, have other heads."""
+    differing = fields.get("attention_other_setting")
+    if not differing:
+        return ()
+    own = Fields(differing if isinstance(differing, dict) else {}, {"head_dim": fields.get("head_dim")})
+    kinds: dict[str, AttentionKind] = {"full_attention": "full", "sliding_attention": "sliding"}
+    kind = kinds.get(str(own.get("attention_type")))
+    if kind is None:
+        raise ConfigError(f"attention_other_setting {quote(differing)}: attention_type must be {' or '.join(kinds)}")
+    return (Attention(kind, own.size("num_attention_groups"), own.size("head_dim")),)
 
 
 def zamba2(fields: Fields) -> int:

@@ -180,6 +180,33 @@ def nemotron_h(fields: Fields) -> list[str]:
     return [_NEMOTRON_LETTERS[letter] for letter in pattern]
 
 
+def nemotron_h_puzzle(fields: Fields) -> list[str]:
+    """One letter for each layer; blocks may differ in their experts only.
+
+    Remote code gives each layer the fields of its block, so no field of a block with a cache is read here or by vLLM's
+    class without that code.
+    """
+    kinds, blocks = nemotron_h(fields), fields.get("block_configs")
+    if not isinstance(blocks, list) or len(blocks) != len(kinds):
+        raise ConfigError(f"block_configs {quote(blocks)}: must be a list of {len(kinds)} objects, one for each layer")
+    for index, (kind, block) in enumerate(zip(kinds, blocks, strict=True)):
+        if kind != "none" and (not isinstance(block, dict) or set(block) - {"block_type"}):
+            raise ConfigError(
+                f"block_configs[{index}] {quote(block)}: other fields of a layer with a cache are not known"
+            )
+    return kinds
+
+
+def step3p5(fields: Fields) -> list[str]:
+    """Windows in the listed layers, of which files have some for drafts at the end; without a list in every second."""
+    count, listed = fields.layers(), fields.words("layer_types")
+    words = listed[1][:count] if listed else ["sliding_attention", "full_attention"] * count
+    if set(words) - {"full_attention", "sliding_attention"} or len(words) < count:
+        raise ConfigError(f"layer_types {quote(words)}: must be full_attention or sliding_attention for each layer")
+    fields.size("sliding_window")
+    return [WORDS[word] for word in words[:count]]
+
+
 def jamba(fields: Fields) -> list[str]:
     """Full attention once in a period."""
     period = fields.size("attn_layer_period")
@@ -202,6 +229,19 @@ def lfm2(fields: Fields) -> list[str]:
 
 
 WITHOUT_WINDOWS = frozenset(
-    (uniform, twice, minimax_m3, nemotron_nas, nemotron_h, jamba, bamba, lfm2, all_state, both, zamba2)
+    (
+        uniform,
+        twice,
+        minimax_m3,
+        nemotron_nas,
+        nemotron_h,
+        nemotron_h_puzzle,
+        jamba,
+        bamba,
+        lfm2,
+        all_state,
+        both,
+        zamba2,
+    )
 )
 """Rules without windows. An engine still gives every layer a window if the file has one."""

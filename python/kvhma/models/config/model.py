@@ -123,10 +123,14 @@ def model_from_config(form: Mapping[str, Any], *, kv_dtype: str | None = None, s
     fields = Fields(text, {**defaults_of(str(text["model_type"])), **architecture.defaults})
     dtype = _dtype(form, text)
     try:
-        state = architecture.state(fields, dtype) if architecture.state else None
+        kinds = _kinds(fields, architecture)
+        # Files of models without a state may have its fields, with any values.
+        state = (
+            architecture.state(fields, dtype) if architecture.state and any("state" in kind for kind in kinds) else None
+        )
         if state and ssm_dtype:
             state = replace(state, ssm_dtype=ssm_dtype)
-        layers = _layers(fields, architecture, state)
+        layers = _layers(fields, architecture, kinds, state)
         return _model(fields, text, architecture, layers, state, kv_dtype or kv_dtype_of(form, dtype))
     except GeometryError as error:
         raise ConfigError(str(error)) from error
@@ -215,10 +219,14 @@ def _nearest(kind: str) -> str:
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
-def _layers(fields: Fields, architecture: Architecture, state: State | None) -> tuple[str, ...]:
-    """Return the kind of every layer: as the file lists it, else by the architecture's rule."""
+def _kinds(fields: Fields, architecture: Architecture) -> list[str]:
+    """Return what every layer caches: as the file lists it, else by the architecture's rule."""
     listed = fields.words("layer_types", "layers_block_type") if architecture.listed else None
-    kinds = architecture.layers(fields) if listed is None else _listed_kinds(fields, architecture, *listed)
+    return architecture.layers(fields) if listed is None else _listed_kinds(fields, architecture, *listed)
+
+
+def _layers(fields: Fields, architecture: Architecture, kinds: list[str], state: State | None) -> tuple[str, ...]:
+    """Return the layers' names of kinds: of the architecture's attention and state, and without shared caches."""
     attention = "mla" if architecture.mla else "full"
     if any("state" in kind for kind in kinds) and state is None:
         raise ConfigError("layer_types: this architecture has no recurrent state")

@@ -35,6 +35,8 @@ from unittest import mock
 from kvhma.errors import GeometryError, LayoutError
 from kvhma.models import Attention, Model, State, StateKind
 from kvhma.models.block_size import token_bytes
+from kvhma.models.config.fields import Fields
+from kvhma.models.config.layers import nemotron_h_puzzle
 from kvhma.models.grouping import group_layers
 from kvhma.models.grouping import layer_specs as planned_specs
 from kvhma.models.pages import state_bytes
@@ -252,17 +254,26 @@ def _backends(gpu: bool) -> Iterator[None]:
         return str(own(selected_backend, attn_selector_config, num_heads=num_heads))
 
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend, backend_to_kernel_cls
 
+    experts: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method")
     check: Any = FusedMoEConfig.__post_init__
+    choose: Any = experts.select_unquantized_moe_backend
 
+    # Both refuse experts that the CPU's kernels lack. No experts run here.
     def unchecked(config: Any) -> None:
-        # Its last check refuses experts that the CPU's kernels lack. No experts run here.
         with contextlib.suppress(NotImplementedError):
             check(config)
+
+    def any_kernel(moe_config: Any) -> Any:
+        with contextlib.suppress(NotImplementedError):
+            return choose(moe_config)
+        return UnquantizedMoeBackend.CPU, backend_to_kernel_cls(UnquantizedMoeBackend.CPU)[0]
 
     with (
         mock.patch.object(kind, "get_attn_backend_cls", staticmethod(chosen)),
         mock.patch.object(FusedMoEConfig, "__post_init__", unchecked),
+        mock.patch.object(experts, "select_unquantized_moe_backend", any_kernel),
     ):
         yield
 
@@ -294,6 +305,8 @@ def ask(name: str, form: Mapping[str, Any], tp_sizes: Iterable[int]) -> tuple[Mo
         Exception: vLLM's error about a model that it does not create.
     """
     _use_cpu()
+    if form.get("model_type") == "nemotron_h_puzzle":
+        nemotron_h_puzzle(Fields(form, {}))  # what its remote code would make of the blocks
     # Quantized weights need kernels. They change only the dtype of a cache.
     form = {field: value for field, value in form.items() if field != "quantization_config"}
     config, specs = layer_specs(form)
