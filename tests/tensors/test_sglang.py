@@ -38,7 +38,8 @@ def mha(pages: int, page_size: int, heads: int, **more: Any) -> Any:
 def mla(pages: int, page_size: int, **more: Any) -> Any:
     sizes = {"size": pages * page_size, "page_size": page_size, "kv_lora_rank": 24, "qk_rope_head_dim": 8}
     return pools.MLATokenToKVPool(
-        **{**sizes, "layer_num": 2, "dtype": torch.bfloat16, "device": "cpu", "enable_memory_saver": False, **more}
+        **{**sizes, "layer_num": 2, "end_layer": 2, "dtype": torch.bfloat16, "device": "cpu"},
+        **{"enable_memory_saver": False, **more},
     )
 
 
@@ -88,7 +89,7 @@ def drawn(rng: random.Random) -> tuple[Any, Geometry]:
     pool = (
         mha(pages, page_size, heads, v_head_dim=rng.choice([8, 16])) if kind == "mha" else swa(pages, page_size, heads)
     )
-    window = {"window": 8} if kind == "swa" else {}
+    window = {"sliding_window_size": 7} if kind == "swa" else {}
     return pool, geometry_of_pool(pool, heads=Shard(8, 4, heads), **window)
 
 
@@ -145,9 +146,9 @@ def test_what_is_not_known_is_refused() -> None:
     derived.__class__ = Derived
     with pytest.raises(GeometryError, match="Derived: known are"):
         geometry_of_pool(derived)
-    with pytest.raises(GeometryError, match="window is 8, and the pool is a MHATokenToKVPool"):
-        geometry_of_pool(mha(2, 4, 2), window=8)
-    with pytest.raises(GeometryError, match="window is None, and the pool is a SWAKVPool"):
+    with pytest.raises(GeometryError, match="sliding_window_size is 7, and the pool is a MHATokenToKVPool"):
+        geometry_of_pool(mha(2, 4, 2), sliding_window_size=7)
+    with pytest.raises(GeometryError, match="sliding_window_size is None, and the pool is a SWAKVPool"):
         geometry_of_pool(swa(2, 4, 2))
     with pytest.raises(GeometryError, match="is stored as"):
         geometry_of_pool(mha(2, 4, 2, dtype=torch.float8_e4m3fn))

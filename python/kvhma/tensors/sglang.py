@@ -36,7 +36,7 @@ class _Pool(NamedTuple):
 
 
 def geometry_of_pool(
-    pool: Any, *, heads: Shard | None = None, window: int | None = None, **rank: Unpack[RankOptions]
+    pool: Any, *, heads: Shard | None = None, sliding_window_size: int | None = None, **rank: Unpack[RankOptions]
 ) -> Geometry:
     """Describe a pool of SGLang: of MHA or MLA, or both sorts of layers of a model with sliding windows.
 
@@ -48,7 +48,8 @@ def geometry_of_pool(
     Args:
         pool: an ``MHATokenToKVPool``, ``MLATokenToKVPool``, or an ``SWAKVPool`` of two ``MHATokenToKVPool``.
         heads: the KV heads of this rank among those of all ranks; None if it holds all.
-        window: tokens that a query of a sliding layer sees, including itself; for an ``SWAKVPool`` only.
+        sliding_window_size: SGLang's ``ModelRunner.sliding_window_size``, for an ``SWAKVPool`` only: the tokens that a
+            query of a sliding layer sees before itself. The window of the geometry has one token more.
         **rank: as for :func:`geometry_from_tensors`.
 
     Returns:
@@ -56,15 +57,18 @@ def geometry_of_pool(
 
     Raises:
         GeometryError: another class, including subclasses, which may store other bytes; a cache layout other than
-            ``nhd``; a quantized cache; slots that are not whole pages. Or the window is missing, or given for another
-            class.
+            ``nhd``; a quantized cache; slots that are not whole pages. Or the pool does not know which layers of the
+            model it has. Or the window is missing, or given for another class.
     """
     name = _class_of(pool)
-    if (name == _SWA) != (window is not None):
-        raise GeometryError(f"window is {window}, and the pool is a {name}: it is for a {_SWA}, which needs it")
+    if (name == _SWA) != (sliding_window_size is not None):
+        raise GeometryError(
+            f"sliding_window_size is {sliding_window_size}, and the pool is a {name}: "
+            f"it is for a {_SWA}, which needs it"
+        )
     page_size = int(pool.page_size)
-    if name == _SWA:
-        groups = [Group("full", page_size), Group("sliding", page_size, window=window)]
+    if sliding_window_size is not None:
+        groups = [Group("full", page_size), Group("sliding", page_size, window=sliding_window_size + 1)]
         mapping: Mapping[int, tuple[int, bool]] = pool.layers_mapping
         of_group = [
             {layer: at for layer, (at, sliding) in mapping.items() if sliding is wanted} for wanted in (False, True)
@@ -72,7 +76,7 @@ def geometry_of_pool(
         pools = [_Pool(of_group[0], pool.full_kv_pool), _Pool(of_group[1], pool.swa_kv_pool)]
     else:
         groups = [Group("mla" if name == _MLA else "full", page_size)]
-        pools = [_Pool({int(pool.start_layer or 0) + at: at for at in range(pool.layer_num)}, pool)]
+        pools = [_Pool(_layers_of_model(pool, name), pool)]
     layers = {
         layer: LayerTensors(index, (part,))
         for index, group_pool in enumerate(pools)
@@ -87,6 +91,23 @@ def _class_of(pool: Any) -> str:
     if not kind.__module__.startswith("sglang.srt.mem_cache.") or kind.__name__ not in (_MHA, _MLA, _SWA):
         raise GeometryError(f"{kind.__module__}.{kind.__name__}: known are SGLang's {_MHA}, {_MLA} and {_SWA}")
     return kind.__name__
+
+
+def _layers_of_model(pool: Any, name: str) -> dict[int, int]:
+    """Return the index of each layer in a pool, by its number in the model.
+
+    A hybrid pool writes these numbers into an MHA pool that it contains, but not into an MLA pool, which then counts
+    from 0. Only an engine's own MLA pool is built with ``end_layer``, one past its last layer.
+    """
+    numbers = getattr(pool, "model_layer_ids", ())
+    if len(numbers) != pool.layer_num:
+        raise GeometryError(f"{name}: layer_num is {pool.layer_num}, model_layer_ids {numbers}")
+    if name == _MLA and pool.end_layer - pool.start_layer != pool.layer_num:
+        raise GeometryError(
+            f"{name}: layer_num is {pool.layer_num}, start_layer {pool.start_layer}, end_layer {pool.end_layer}: "
+            "it does not know which layers of the model it has, as within a HybridLinearKVPool"
+        )
+    return {int(number): at for at, number in enumerate(numbers)}
 
 
 def _layers(group_pool: _Pool, page_size: int, heads: Shard | None) -> Iterator[tuple[str, TensorPart]]:
