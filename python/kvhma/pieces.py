@@ -16,8 +16,7 @@ import math
 from collections.abc import Sequence
 
 from kvhma.errors import RequestError
-from kvhma.geometry import Geometry, Group, Span
-from kvhma.types import IdsLike
+from kvhma.geometry import Geometry, Span
 
 SETTLING = ("full", "mla")
 """Kinds of groups whose blocks do not change once their tokens are computed."""
@@ -77,19 +76,6 @@ def rest(geometry: Geometry, spans: Sequence[Span], begin: int) -> list[Span]:
         _between(span, begin // group.block_size, span.first + len(span.ids)) if index in settling and begin else span
         for index, (group, span) in cut
     ]
-
-
-def source_blocks(group: Group, ids: IdsLike, begin: int, end: int) -> Span:
-    """Return a source's blocks with the tokens from `begin` up to `end`.
-
-    Args:
-        group: group of the source.
-        ids: the source's blocks from position 0 on.
-        begin: first token.
-        end: one past the last token.
-    """
-    first = begin // group.block_size
-    return Span(first, ids[first : -(-end // group.block_size)])
 
 
 def _between(span: Span, first: int, end: int) -> Span:

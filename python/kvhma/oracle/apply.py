@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from kvhma._kvhma import Read, Transfer
 from kvhma.errors import OracleError
-from kvhma.oracle.labels import Ints, Side
+from kvhma.oracle.labels import Ints, Side, joinable
 
 
 def apply_zero(side: Side, rows: NDArray[np.uint64], memory: Ints) -> None:
@@ -51,8 +51,7 @@ def apply_read(
     if len(set(local[:, 2].tolist())) == 1 and np.any(local[1:, 0] < local[:-1, 0]):
         raise OracleError(f"{where}: not sorted by local address", code="order")
     memory[bytes_of(to, size)] = source[bytes_of(start, size)]
-    joined = (to[:-1] + size[:-1] == to[1:]) & (start[:-1] + size[:-1] == start[1:])
-    joined &= (to_region[:-1] == to_region[1:]) & (start_region[:-1] == start_region[1:])
+    joined = joinable(to, start, size) & (to_region[:-1] == to_region[1:]) & (start_region[:-1] == start_region[1:])
     return (to, size), int(np.count_nonzero(joined))
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from kvhma.errors import KvhmaError, RequestError
 from kvhma.geometry import Geometry, Span
 from kvhma.oracle.cases import Case, refuse_large
-from kvhma.oracle.labels import Blocks, Ints, Template, blocks_of, by_source, first_needed, used_blocks
+from kvhma.oracle.labels import Blocks, Ints, Template, blocks_of, by_source, first_needed, joinable, used_blocks
 from kvhma.oracle.moves import read_masks
 from kvhma.oracle.traced_memory import JUNK, KEYS, RACED, ZERO, Mask, RankTrace, TracedMemory
 from kvhma.oracle.traces import Step, Trace
@@ -193,9 +193,8 @@ def _counts(steps: Sequence[Step]) -> tuple[int, int, int]:
             continue
         ordered = step.rows[np.argsort(step.rows[:, 1], kind="stable")]
         start, to, size = ordered.T
-        goes_on = (start[:-1] + size[:-1] == start[1:]) & (to[:-1] + size[:-1] == to[1:])
         rows += len(ordered)
-        joined += len(ordered) - int(np.count_nonzero(goes_on))
+        joined += len(ordered) - int(np.count_nonzero(joinable(to, start, size)))
         total += int(size.sum())
     return rows, joined, total
 

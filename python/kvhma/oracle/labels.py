@@ -335,3 +335,9 @@ def check_spans(geometry: Geometry, spans: Sequence[Span]) -> None:
         ids = np.asarray(spans[layer.group].ids, dtype=np.int64)
         if ids.size and not 0 <= ids.min() <= ids.max() < layer.num_blocks:
             raise ValueError(f"layer {layer.name!r} has {layer.num_blocks} blocks, ids are {ids.tolist()}")
+
+
+def joinable(to: Ints, start: Ints, size: Ints) -> NDArray[np.bool_]:
+    """Return for each row except the last whether the next row continues it on both sides; arrays ``(n,)``, bytes."""
+    ends = (to[:-1] + size[:-1] == to[1:]) & (start[:-1] + size[:-1] == start[1:])
+    return cast("NDArray[np.bool_]", ends)
