@@ -56,6 +56,7 @@ test: dev ## everything: cargo test, then pytest (unit, property, golden, real N
 	cargo test -q
 	mkdir -p .reports/none
 	$(BIN)/$(PYTEST) -m "not long" --junitxml=.reports/none/test.xml $(ARGS)
+	@$(BIN)/python tools/skipped.py .reports/none/test.xml
 
 .PHONY: lint
 lint: dev ## formatting, clippy, ruff, mypy, the stubs, and which file may use which

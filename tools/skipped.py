@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""List the tests that no run has run, and what each of them needs.
+"""List the tests that no run has run, by what they need.
 
     python tools/skipped.py .reports/none/test.xml .reports/0.32.0/smoke/*.xml
 
@@ -34,11 +34,13 @@ def skipped(reports: Iterable[Path]) -> Counter[tuple[str, str]]:
 
 
 def main(reports: list[str]) -> int:
-    """Print a line for each reason and file."""
+    """Print a line for each reason, with its file or their number."""
     found = skipped(map(Path, reports))
     print(f"{sum(found.values())} tests were skipped" + (":" if found else ""))
-    for (reason, module), count in sorted(found.items()):
-        print(f"{count:>5}  {module.replace('.', '/')}.py: {reason}")
+    for reason in sorted({reason for reason, _ in found}):
+        counts = {module: count for (why, module), count in found.items() if why == reason}
+        where = f"{len(counts)} files" if len(counts) > 1 else f"{min(counts).replace('.', '/')}.py"
+        print(f"{sum(counts.values()):>5}  {where}: {reason}")
     return 0
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-pytest.importorskip("torch")
+pytest.importorskip("torch", reason="needs torch; make connector runs it")
 
 from kvhma.geometry import Geometry, Region
 from kvhma.nixl import HandshakePayload, encode_handshake, key_hash

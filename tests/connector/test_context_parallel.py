@@ -20,7 +20,7 @@ import pytest
 
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="needs torch; make connector runs it")
 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
@@ -100,7 +100,7 @@ def interpreted(script, cases):
 
 def test_tokens_are_where_vllms_kernel_puts_them(tmp_path):
     """The rule that places bytes in these tests, against vLLM's kernel, run by Triton's interpreter."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="needs triton; make connector runs it")
     tree = ast.parse(inspect.getsource(block_table))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     (kernel,) = [one for one in functions if "CP_KV_CACHE_INTERLEAVE_SIZE" in [arg.arg for arg in one.args.args]]
@@ -159,7 +159,7 @@ for block, size, rank, turn, tokens, tables in json.load(sys.stdin):
 
 def test_a_draft_that_keeps_every_token_is_written_so(tmp_path):
     """Model Runner V2 asks each group's spec, `dcp_sharded`; the geometry of a group is made from the same spec."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason="needs triton; make connector runs it")
     from vllm.v1.worker.gpu import block_table as groups_table
 
     tree = ast.parse(inspect.getsource(groups_table))

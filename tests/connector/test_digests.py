@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-pytest.importorskip("torch")
+pytest.importorskip("torch", reason="needs torch; make connector runs it")
 
 from kvhma.digests import ContentDigest, LayerSums, differences
 from kvhma.errors import DigestError, GeometryError, SettingsError, UnsupportedPairError

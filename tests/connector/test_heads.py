@@ -18,7 +18,7 @@ import pytest
 
 # With its parts, since torch warns while they are imported, and a warning is an error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="needs torch; make connector runs it")
 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
@@ -173,8 +173,12 @@ def test_latents_are_held_by_every_rank() -> None:
 
 def test_numbers_that_vllm_gives_by_layer() -> None:
     """The numbers above are those of vLLM's own configuration, layer by layer."""
-    configuration = pytest.importorskip("transformers.models.gemma4.configuration_gemma4")
-    convertor = pytest.importorskip("vllm.transformers_utils.model_arch_config_convertor")
+    configuration = pytest.importorskip(
+        "transformers.models.gemma4.configuration_gemma4", reason="needs vLLM; make connector runs it"
+    )
+    convertor = pytest.importorskip(
+        "vllm.transformers_utils.model_arch_config_convertor", reason="needs vLLM; make connector runs it"
+    )
 
     def by_layer(**more: Any) -> list[int]:
         kinds = ["sliding_attention"] * 5 + ["full_attention"]

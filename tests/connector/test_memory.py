@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="needs torch; make connector runs it")
 
 from kvhma.errors import GeometryError
 from kvhma.geometry import Geometry, Region

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-pytest.importorskip("torch")
+pytest.importorskip("torch", reason="needs torch; make connector runs it")
 
 import vllm
 

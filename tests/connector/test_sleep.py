@@ -13,7 +13,7 @@ import pytest
 base = pytest.importorskip(
     "vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it"
 )
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="needs torch; make connector runs it")
 
 import vllm
 from vllm.config import VllmConfig

@@ -12,7 +12,7 @@ import pytest
 
 # With its parts, since torch warns while they are imported, and a warning is an error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="needs torch; make connector runs it")
 
 import vllm
 from vllm.config import KVTransferConfig, VllmConfig

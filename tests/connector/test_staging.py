@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="needs torch; make connector runs it")
 
 from vllm.v1.kv_cache_layout import KVCacheLayout
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed here; .venv-e2e has it")
+pytest.importorskip("torch", reason="needs torch; make connector runs it")
 
 import torch
 

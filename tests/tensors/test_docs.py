@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed here; .venv-e2e has it")
+pytest.importorskip("torch", reason="needs torch; make connector runs it")
 
 ROOT = Path(__file__).parents[2]
 

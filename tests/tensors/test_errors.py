@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed here; .venv-e2e has it")
+pytest.importorskip("torch", reason="needs torch; make connector runs it")
 import torch
 
 from kvhma.errors import AllocationError, GeometryError, KvhmaError, LayoutError

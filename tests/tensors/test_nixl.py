@@ -9,8 +9,8 @@ import random
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed decode_form; .venv-e2e has it")
-pytest.importorskip("nixl", reason="nixl is not installed decode_form")
+pytest.importorskip("torch", reason="needs torch; make connector runs it")
+pytest.importorskip("nixl", reason="needs NIXL; make dev installs it")
 
 import kvhma
 from kvhma.models import Model, State, model

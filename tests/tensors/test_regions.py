@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed here; .venv-e2e has it")
+pytest.importorskip("torch", reason="needs torch; make connector runs it")
 import torch
 
 from kvhma.errors import GeometryError

@@ -14,11 +14,17 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is not installed here; .venv-e2e has it")
+torch = pytest.importorskip("torch", reason="needs torch; make connector runs it")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    pools = pytest.importorskip("sglang.srt.mem_cache.memory_pool", reason="needs SGLang", exc_type=ImportError)
-    swa_pool = pytest.importorskip("sglang.srt.mem_cache.swa_memory_pool", reason="needs SGLang", exc_type=ImportError)
+    pools = pytest.importorskip(
+        "sglang.srt.mem_cache.memory_pool", reason="needs SGLang: pip install --no-deps sglang", exc_type=ImportError
+    )
+    swa_pool = pytest.importorskip(
+        "sglang.srt.mem_cache.swa_memory_pool",
+        reason="needs SGLang: pip install --no-deps sglang",
+        exc_type=ImportError,
+    )
 
 from kvhma import Geometry, Span, plan
 from kvhma.errors import GeometryError, UnsupportedPairError

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is not installed here; .venv-e2e has it")
+torch = pytest.importorskip("torch", reason="needs torch; make connector runs it")
 
 from kvhma import Span, plan
 from kvhma.errors import GeometryError

@@ -334,15 +334,13 @@ def test_what_no_run_has_run_is_listed_with_its_reason(tmp_path: Path, capsys: p
     files = "".join(
         f"""<testcase classname="" name="tests.connector.{name}"><skipped message="collection skipped">("{name}.py", 8,
         'Skipped: needs vLLM')</skipped></testcase>"""
-        for name in ("test_run", "test_never")
+        for name in ("test_run", "test_never", "test_neither")
     )
     first = report(tmp_path / "first.xml", pages + files + '<testcase classname="tests.unit.test_a" name="test"/>')
     second = report(tmp_path / "second.xml", '<testcase classname="tests.connector.test_run" name="test_one"/>')
     assert skipped.main([str(first), str(second)]) == 0
     assert capsys.readouterr().out == (
-        "4 tests were skipped:\n"
-        "    1  tests/connector/test_never.py: needs vLLM\n"
-        "    3  tests/unit/test_pages.py: no browser\n"
+        "5 tests were skipped:\n    2  2 files: needs vLLM\n    3  tests/unit/test_pages.py: no browser\n"
     )
     assert skipped.main([str(second)]) == 0
     assert capsys.readouterr().out == "0 tests were skipped\n"
