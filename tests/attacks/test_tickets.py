@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +31,7 @@ from kvhma.vllm.wire.params import Address, Incarnation
 from kvhma.vllm.wire.secrets import Secrets
 from kvhma.vllm.wire.tickets import Ticket
 from support.engines.engine import free_port
+from support.listening import hostile
 from support.waiting import HANG_SECONDS, until
 
 NO_SECRET = Secrets(())
@@ -184,31 +185,25 @@ def test_p_with_news_without_end_takes_half_of_a_core_at_most(
         honest()
 
 
-def _server(say: bytes) -> tuple[Address, socket.socket]:
-    """Listen, and send the same bytes to every client; the connection stays open."""
-    listening = socket.create_server(("127.0.0.1", 0), backlog=256)
-    kept = []
+@contextmanager
+def _server(say: bytes) -> Iterator[Address]:
+    """The address of a server that sends the same bytes to every client; the connections stay open."""
+    with ExitStack() as kept:
 
-    def serve() -> None:
-        while True:
-            try:
-                one, _ = listening.accept()
-            except OSError:
-                return
-            kept.append(one)
-            one.recv(4096)
-            one.sendall(say)
+        def serve(raw: socket.socket) -> None:
+            kept.enter_context(raw.dup())
+            raw.recv(4096)
+            raw.sendall(say)
 
-    threading.Thread(target=serve, daemon=True).start()
-    return Address(*listening.getsockname()), listening
+        with hostile(serve, 1000) as address:
+            yield address
 
 
 def test_unfinished_answers_have_a_bound(
     d: TicketFollowers, honest: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ticket_followers, "MAX_UNREAD_BYTES", 100_000)
-    address, listening = _server(struct.pack("<I", 1 << 20) + b" " * 30_000)
-    with closing(listening):
+    with _server(struct.pack("<I", 1 << 20) + b" " * 30_000) as address:
         many = [follow(d, address, ticket) for ticket in range(1, 11)]
         until(lambda: sum(bool(one.error) for one in many) >= 7)
         assert sum(one.unread for one in many) <= 100_000
@@ -221,8 +216,7 @@ def test_answers_that_never_come_end(d: TicketFollowers, honest: Callable[[], No
     with ExitStack() as stack:
         followed = []
         for ticket, say in enumerate((b"", b"\0", frame(told(1))[:-1], b"GET / HTTP/1.1\r\n\r\n"), 1):
-            address, listening = _server(say)
-            stack.enter_context(closing(listening))
+            address = stack.enter_context(_server(say))
             followed.append(follow(d, address, ticket))
         until(lambda: all(one.error for one in followed))
     honest()
@@ -233,19 +227,8 @@ def test_connections_that_close_at_once_are_tried_less_and_less(
 ) -> None:
     dialed = []
     monkeypatch.setattr(ticket_followers, "_PAUSE_SECONDS", 0.05)
-    with closing(socket.create_server(("127.0.0.1", 0))) as listening:
-
-        def serve() -> None:
-            while True:
-                try:
-                    one, _ = listening.accept()
-                except OSError:
-                    return
-                dialed.append(time.monotonic())
-                one.close()
-
-        threading.Thread(target=serve, daemon=True).start()
-        follow(d, Address(*listening.getsockname()))
+    with hostile(lambda raw: dialed.append(time.monotonic()), 1000) as address:
+        follow(d, address)
         until(lambda: len(dialed) >= 5)
     pauses = [after - before for before, after in pairwise(dialed)]
     assert all(pause >= least for pause, least in zip(pauses, (0.05, 0.1, 0.2, 0.4), strict=False)), pauses
@@ -360,8 +343,7 @@ def test_p_that_is_silent_ends_all_its_tickets_at_the_same_time(
         return note_start(self, address, **more)
 
     monkeypatch.setattr(room.Room, "note_start", starts)
-    address, listening = _server(b"")
-    with closing(listening):
+    with _server(b"") as address:
         many = [follow(d, address, ticket) for ticket in range(1, 301)]
         until(lambda: all(follower.error for follower in many))
         assert asked.count(address) < 100, "it was not asked about most of them"

@@ -233,14 +233,24 @@ class Relay:
     def __init__(self, p: WorkerProcess, server: socket.socket, change: Callable[[bytes], bytes]) -> None:
         self.seen = bytearray(), bytearray()
         self._port, self._server, self._change = p.ports[0], server, change
-        self._ends: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._ends = [server]
+        self._threads: list[threading.Thread] = []
+        self._start(self._accept)
         metadata = with_port(Metadata.parse(p.said.metadata), self._port, server.getsockname()[1])
         self.attacker = Attacker(metadata, p.said.name)
 
     def close(self) -> None:
         for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(HANG_SECONDS)
+        for end in self._ends:
             end.close()
+
+    def _start(self, run: Callable[..., None], *arguments: object) -> None:
+        self._threads.append(threading.Thread(target=run, args=arguments, daemon=True))
+        self._threads[-1].start()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -249,7 +259,7 @@ class Relay:
                 far = socket.create_connection(("127.0.0.1", self._port))
                 self._ends += near, far
                 for source, target, seen in ((near, far, self.seen[0]), (far, near, self.seen[1])):
-                    threading.Thread(target=self._pass_on, args=(source, target, seen), daemon=True).start()
+                    self._start(self._pass_on, source, target, seen)
 
     def _pass_on(self, source: socket.socket, target: socket.socket, seen: bytearray) -> None:
         with contextlib.suppress(OSError):

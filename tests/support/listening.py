@@ -28,6 +28,7 @@ from kvhma.vllm.wire.params import Address, LeaseClaim
 from kvhma.vllm.wire.secrets import Secrets
 from support.counted import Counted
 from support.engines.engine import free_port
+from support.waiting import HANG_SECONDS
 
 HELLO = b"zero" * 10_000
 PRIVATE_KEY = bytes(range(32))
@@ -70,6 +71,7 @@ def listening(
     )
     listener.at, listener.counted = address, counted
     try:
+        answers(address, secrets)  # now its thread has opened what it needs
         yield listener
         if not listener._stopping:
             answers(address, secrets)
@@ -167,7 +169,7 @@ def hostile(serve: Callable[[socket.socket], None], connections: int = 1) -> Ite
         yield Address("127.0.0.1", server.getsockname()[1])
         with contextlib.suppress(OSError):
             server.shutdown(socket.SHUT_RDWR)
-        thread.join(10)
+        thread.join(HANG_SECONDS)
         assert not thread.is_alive()
 
 

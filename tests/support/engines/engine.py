@@ -297,6 +297,7 @@ class Engine:
         for path in shared:
             path.unlink(missing_ok=True)
         self._reader.join(10)
+        self._connection.close()
 
     def __enter__(self) -> Engine:
         return self.start().ready()
