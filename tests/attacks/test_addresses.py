@@ -75,7 +75,10 @@ def test_an_honest_engine_beside_500_silent_and_1000_refusing_addresses(met):
         asking = stack.enter_context(contextlib.closing(Peers(10 * HANG_SECONDS, NO_SECRETS, Counted())))
         if asking._room.limit * 3 // 4 <= 3 * SILENT:
             pytest.skip("the process may not open enough files")
-        renewer, followers = LeaseRenewer(asking, Counted()), TicketFollowers(asking, 10 * HANG_SECONDS)
+        renewer, followers = (
+            LeaseRenewer(asking, Counted(), lambda seconds: True),
+            TicketFollowers(asking, 10 * HANG_SECONDS),
+        )
         if met == "before":
             asking.ask(p.at, AskEngineInfo(PROTOCOL), EngineInfo).result(END)
         listening = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(SILENT)]

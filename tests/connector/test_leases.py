@@ -12,6 +12,8 @@ import pytest
 
 from kvhma.errors import LeaseEndedError, LeaseUnknownError, RequestError
 from kvhma.vllm.config.settings import Settings
+from kvhma.vllm.holds import engine_loop
+from kvhma.vllm.holds.engine_loop import EngineLoop
 from kvhma.vllm.holds.lease_table import LeaseEnd, LeaseTable
 from kvhma.vllm.loads import lease_renewer
 from kvhma.vllm.loads.lease_renewer import LeaseRenewer
@@ -39,7 +41,7 @@ from kvhma.vllm.wire.proofs import ProofKey, Proving
 from kvhma.vllm.wire.secrets import Secrets
 from support.counted import Counted
 from support.engines.engine import free_port
-from support.leases import ended
+from support.leases import Clock, ended
 from support.listening import hostile, listening
 from support.waiting import HANG_SECONDS, until
 
@@ -68,11 +70,11 @@ def address():
 
 
 @contextlib.contextmanager
-def renewing(*, timeout=0.3, secrets=None, counted=None):
+def renewing(*, timeout=0.3, secrets=None, counted=None, makes_progress=lambda seconds: True):
     """A renewer, and what asks for it."""
     counted = counted or Counted()
     with contextlib.closing(Peers(timeout, secrets or Secrets(), counted)) as asking:
-        yield LeaseRenewer(asking, counted)
+        yield LeaseRenewer(asking, counted, makes_progress)
 
 
 @pytest.fixture
@@ -272,6 +274,60 @@ def test_releases_do_not_keep_renewals_from_being_said(address, renewer, service
 
 def test_a_claim_that_is_released_while_p_answers_is_not_renewed_again(address, renewer, service):
     one, renew = claim("a"), service.renew
+def test_an_engine_without_progress_renews_nothing_until_it_goes_on(address, service):
+    """Formerly a thread renewed for a paused engine, so P held the blocks for ever. A release needs no progress."""
+    asked, progress = [], threading.Event()
+
+    def makes_progress(seconds):
+        asked.append(seconds)
+        return progress.is_set()
+
+    with renewing(makes_progress=makes_progress) as renewer:
+        renewer.track_claim(address, claim("a"), every=0.01)
+        until(lambda: len(asked) > 5)
+        assert service.renewed == [[claim("a")]], "only at once, by the step that claims it"
+        assert set(asked) == {0.01}
+        renewer.release_claim(address, claim("b"), Outcome.READ)
+        until(lambda: service.released)
+        progress.set()
+        until(lambda: len(service.renewed) > 1)
+
+
+@pytest.fixture
+def progress(monkeypatch):
+    """A loop of which steps are reported by hand: a step may take 300 s. With its clock."""
+    clock = Clock()
+    monkeypatch.setattr(engine_loop, "time", clock)
+    return EngineLoop(LeaseTable(30), None, lambda: False, 300.0), clock
+
+
+@pytest.mark.parametrize(
+    ("events", "seconds"),
+    [
+        ("", 0),
+        ("idle", 5),
+        ("computes", 300),
+        ("computes idle", 300),  # with async scheduling, the step before may still run
+        ("computes idle idle", 5),
+        ("computes sleeps", 5),
+        ("computes sleeps idle", 5),
+    ],
+)
+def test_how_long_an_engine_makes_progress_after_its_last_step(progress, events, seconds):
+    """For claims that are renewed every 5 s. Formerly they were always renewed."""
+    loop, clock = progress
+    for event in events.split():
+        if event == "sleeps":
+            loop.must_step()
+        else:
+            loop.on_step(computes=event == "computes")
+    if seconds:
+        clock.pass_by(seconds)
+        assert loop.makes_progress(5)
+        clock.pass_by(0.1)
+    assert not loop.makes_progress(5)
+
+
     service.renew = lambda claims: (renewer.release_claim(address, one, Outcome.READ), renew(claims))[1]
     renewer.track_claim(address, one, every=0.05)
     until(lambda: service.released)

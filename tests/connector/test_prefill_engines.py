@@ -758,7 +758,7 @@ def test_leases_are_renewed_whether_or_not_the_engine_was_let_go(world):
     assert world.engines.evict_engine(engine, time.monotonic())
     claim = LeaseClaim(LeaseKey("request", 1), 2, bytes(16))
     with contextlib.closing(Peers(1, NO_SECRET, world.counted)) as peers:
-        renewer = LeaseRenewer(peers, world.counted)
+        renewer = LeaseRenewer(peers, world.counted, lambda seconds: True)
         renewer.track_claim(remote.address, claim, every=0.1)
         until(lambda: renewer.is_held(remote.address, claim) is not None)
 

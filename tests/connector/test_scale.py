@@ -92,7 +92,7 @@ def test_more_claims_than_fit_a_message_are_two(number, messages, monkeypatch):
     renew = leases.renew
     leases.renew = lambda claims: (asked.append(len(claims)), renew(claims))[1]
     with listening(leases=leases) as listener, closing(Peers(5, OPEN, Counted())) as peers:
-        renewer, run_task = LeaseRenewer(peers, Counted()), peers.run_task
+        renewer, run_task = LeaseRenewer(peers, Counted(), lambda seconds: True), peers.run_task
         with monkeypatch.context() as patch:
             patch.setattr(peers, "run_task", lambda task: None)
             for index in range(number):
@@ -116,7 +116,7 @@ def test_leases_at_more_engines_than_the_renewer_talks_to_are_given_up_with_a_li
     monkeypatch.setattr(lease_renewer, "_MAX_SESSIONS", 8)
     monkeypatch.setattr(Peers, "run_task", lambda self, task: None)
     counted = Counted()
-    renewer = LeaseRenewer(Peers(1, OPEN, counted), counted)
+    renewer = LeaseRenewer(Peers(1, OPEN, counted), counted, lambda seconds: True)
     addresses = [Address("127.0.0.1", 1 + port) for port in range(10)]
     with caplog.at_level(logging.WARNING, "vllm.kvhma"):
         for number, address in enumerate(addresses[:8]):

@@ -222,7 +222,7 @@ class DecodeEngine:
         ]
         self._spans = prompt_spans(ranks[0])
         self.peers = Peers(settings.handshake_timeout, secrets, self.counted)
-        self.renewer = LeaseRenewer(self.peers, self.counted)
+        self.renewer = LeaseRenewer(self.peers, self.counted, lambda seconds: True)
 
     def hand_off(self, params: dict[str, object], *, track: bool) -> Took:
         """Do the control path of a hand-off; with `track`, its lease is renewed meanwhile."""

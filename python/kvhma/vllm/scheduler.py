@@ -49,10 +49,10 @@ class KvhmaScheduler:
         stats = StatsCollector(lambda: lease_gauges(leases), busy=lambda: len(leases) > 0)
         self.context = SchedulerContext(settings, engine, leases, secrets, stats)
         self.prefill = PrefillScheduler(self.context)
-        self.decode = DecodeScheduler(self.context)
+        self._loop = EngineLoop(leases, self.context.peers, self.prefill.free_ended_leases, engine.step_timeout)
+        self.decode = DecodeScheduler(self.context, self._loop.makes_progress)
         self.kept_turns = KeptTurns(self.context, self.prefill) if engine.keeps_answers else None
         self.hits_may_differ = True
-        self._loop = EngineLoop(leases, self.context.peers, self.prefill.free_ended_leases)
         self._idle_steps = 0
         """Steps without work since the last step with work."""
 
@@ -122,13 +122,13 @@ class KvhmaScheduler:
 
     def needs_step(self) -> bool:
         """Return whether vLLM must make a step with nothing to compute; free blocks whose lease has ended."""
-        if self.prefill.digests.is_waiting or (self.kept_turns is not None and self.kept_turns.is_settling):
-            return True
-        return self._loop.must_step()
+        is_due = self._loop.must_step()  # in any case: it notes that no step runs
+        return (
+            is_due or self.prefill.digests.is_waiting or (self.kept_turns is not None and self.kept_turns.is_settling)
+        )
 
     def on_step(self, output: SchedulerOutput) -> StepMetadata:
         """Return what the workers must know in this step."""
-        self._loop.on_step()
         idle = output.total_num_scheduled_tokens == 0
         self._idle_steps = self._idle_steps + 1 if idle else 0
         if self._idle_steps > STEPS_UNDER_WAY and self.context.engine.may_wait:
@@ -137,6 +137,7 @@ class KvhmaScheduler:
         metadata.idle = idle
         if self.kept_turns is not None:
             self.kept_turns.on_step(output, freed=self.prefill.free_ended_leases())
+        self._loop.on_step(computes=not idle)
         self.prefill.on_step(output, metadata)
         return metadata
 

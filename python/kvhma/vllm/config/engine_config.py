@@ -300,6 +300,7 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
         keeps_answers=settings.bidirectional_kv_xfer and not no_answers(config, settings),
         positions_depend_on_items=config.model_config.uses_mrope,
         may_wait=may_wait(config),
+        step_timeout=vllm.envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
     )
 
 

@@ -36,6 +36,7 @@ class EngineFacts:
             copies the sampled tokens, while the layers of a draft model still write their caches.
         positions_depend_on_items: whether the positions of tokens depend on the multimodal items before them (M-RoPE).
         may_wait: whether a step with nothing to compute may wait without delaying other engines or stages.
+        step_timeout: seconds after which vLLM takes a step for hung.
         bind: where its listener binds; None for `address`.
     """
 
@@ -58,6 +59,7 @@ class EngineFacts:
     drafts: bool = False
     positions_depend_on_items: bool = False
     may_wait: bool = True
+    step_timeout: float = 300.0
     bind: Address | None = None
 
     def is_own(self, address: Address) -> bool:

@@ -47,8 +47,11 @@ class EngineLoop:
     * vLLM pauses or shuts down. Then it waits until the engine holds no blocks.
     """
 
-    def __init__(self, leases: LeaseTable, peers: Peers, free: Callable[[], bool]) -> None:
-        """Check leases in the thread of `peers` while the loop sleeps, and `free` what has ended in the loop's."""
+    def __init__(self, leases: LeaseTable, peers: Peers, free: Callable[[], bool], step_timeout: float) -> None:
+        """Check leases in the thread of `peers` while the loop sleeps, and `free` what has ended in the loop's.
+
+        A step that computes takes at most `step_timeout` seconds.
+        """
         self._leases = leases
         self._peers = peers
         self._free = free
@@ -58,19 +61,32 @@ class EngineLoop:
         """Whether a wake-up was sent and not handled yet."""
         self._is_reported = True
         """Whether no blocks were freed since the last step."""
-        self._stepped_at = 0.0
+        self._stepped_at = -math.inf
+        self._step_timeout = step_timeout
+        self._computing = 0
+        """How many of the next steps begin before all steps that compute have ended."""
         self._is_checking = False
         """Whether :meth:`_tick` will run."""
 
-    def on_step(self) -> None:
+    def on_step(self, *, computes: bool) -> None:
         """Note that a step is made."""
+        self._computing = STEPS_UNDER_WAY if computes else max(0, self._computing - 1)
         self._due, self._is_reported, self._stepped_at = False, True, time.monotonic()
+
+    def makes_progress(self, seconds: float) -> bool:
+        """Return whether a step began within these seconds, or a step that computes still runs. Takes no lock.
+
+        A paused engine makes no steps. A step that computes may take long, for instance if it has to compile. A device
+        or a rank that hangs looks the same, so there is a limit, which is vLLM's own.
+        """
+        return time.monotonic() - self._stepped_at <= (max(seconds, self._step_timeout) if self._computing else seconds)
 
     def must_step(self) -> bool:
         """Return whether vLLM must make a step now, though it computes nothing; free what has ended since a wake-up.
 
-        Only vLLM's loop may call this.
+        Only vLLM's loop may call this, between two steps.
         """
+        self._computing = 0
         if self._is_done():
             self._due = False
             return False

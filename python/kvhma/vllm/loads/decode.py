@@ -8,7 +8,7 @@ out here.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvhma.errors import KvhmaError, OtherPromptError, RequestError
@@ -87,11 +87,11 @@ class DecodeScheduler:
         failed: requests whose load has failed, until vLLM gives them blocks again.
     """
 
-    def __init__(self, context: SchedulerContext) -> None:
-        """Start without requests."""
+    def __init__(self, context: SchedulerContext, makes_progress: Callable[[float], bool]) -> None:
+        """Start without requests; `makes_progress` is that of :class:`LeaseRenewer`."""
         self._context = context
         self._received = ReceivedParams(context)
-        self.renewer = LeaseRenewer(context.peers, context.stats)
+        self.renewer = LeaseRenewer(context.peers, context.stats, makes_progress)
         self._following = FollowedLoads(context)
         self._loads = Loads()
         self.pending = self._loads.by_id

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's side of the leases: the thread of `Peers` renews and releases claims, so that the engine's steps never wait."""
+"""D's side of the leases: the thread of `Peers` renews and releases claims, so that the engine's steps never wait.
+
+It renews only while the engine makes progress: a paused engine holds P's blocks for one lease more.
+"""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -78,8 +82,9 @@ class _Session:
         failed: whether the last attempt failed.
     """
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, makes_progress: Callable[[float], bool]) -> None:
         self.address = address
+        self._makes_progress = makes_progress
         self.claims: dict[LeaseClaim, LeaseState | None] = {}
         self.fresh: dict[LeaseClaim, None] = {}
         self.releases: list[_Released] = []
@@ -123,7 +128,8 @@ class _Session:
     def take_message(self, now: float) -> _Message | None:
         """Return the next message, which has no reply from now on; None if there is nothing to send."""
         if self.renew_at <= now:
-            self.fresh = dict.fromkeys(self.claims)
+            if self._makes_progress(self.every):
+                self.fresh = dict.fromkeys(self.claims)
             self.renew_at = now + self.every
         if self.fresh:
             renewed = tuple(islice(self.fresh, MAX_CLAIMS))
@@ -168,13 +174,16 @@ class LeaseRenewer:
         release_claim      _Session of P2 --> ...
     """
 
-    def __init__(self, peers: Peers, counters: Counters) -> None:
+    def __init__(self, peers: Peers, counters: Counters, makes_progress: Callable[[float], bool]) -> None:
         """Start without sessions.
 
         Args:
             peers: ask P. Their thread sends messages and takes replies.
             counters: count the leases that D abandons.
+            makes_progress: returns whether the engine has made progress within some seconds; if not, no claim is
+                renewed.
         """
+        self._makes_progress = makes_progress
         self._peers = peers
         self._counters = counters
         self._changed = threading.Condition()
@@ -211,7 +220,7 @@ class LeaseRenewer:
             )
 
     def _session(self, address: Address) -> _Session:
-        session = self._sessions.setdefault(address, _Session(address))
+        session = self._sessions.setdefault(address, _Session(address, self._makes_progress))
         session.used_at = time.monotonic()
         return session
 
@@ -255,13 +264,14 @@ class LeaseRenewer:
             return min((session.due_at for session in self._sessions.values()), default=math.inf)
 
     def _send(self, session: _Session) -> None:
-        """Send the next message, or end a session without one."""
+        """Send the next message, or end a session that has nothing to do."""
         with self._changed:
             if self._sessions.get(session.address) is not session or session.due_at > time.monotonic():
                 return
             message = session.take_message(time.monotonic())
             if message is None:
-                del self._sessions[session.address]
+                if not session.claims:
+                    del self._sessions[session.address]
                 return
         question, kind = message.question()
         session.call = self._peers.ask(session.address, question, kind)
