@@ -233,20 +233,29 @@ def test_it_is_asked_to_step_once_however_long_the_step_takes(loop, monkeypatch)
     until(lambda: len(loop.kvhma.context.leases) == 1 and not loop.kvhma.context.leases.has_ended())
 
 
-@pytest.mark.parametrize("what", ["a pause", "a shutdown"])
-def test_what_ends_the_engines_work_waits_for_readers(loop, what):
-    """VLLM clears its caches in a pause, and may free their memory. A shutdown waits as long as vLLM allows."""
+def test_a_shutdown_waits_for_readers(loop):
+    """As long as vLLM allows."""
     claim = loop.keep()
-    if what == "a pause":
-        over = loop.tell("pause_scheduler", "wait", True)
-    else:
-        over, loop.shutdown_state = loop.ended, EngineShutdownState.REQUESTED
-        loop.tell("is_running")
+    loop.shutdown_state = EngineShutdownState.REQUESTED
+    loop.tell("is_running")
     goes_on(loop)
-    assert not over.done()
+    assert not loop.ended.done()
     loop.release(claim)
-    over.result(10)
+    loop.ended.result(10)
     assert not kept(loop.kvhma)
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_a_pause_leaves_to_readers_what_it_does_not_clear(loop, monkeypatch, mode):
+    """Formerly it waited for all readers, whose claims need not end. A paused engine frees what they release."""
+    monkeypatch.setattr(engine_loop, "_STEP_SECONDS", 0.0)
+    claim = loop.keep()
+    until(lambda: loop.tell("pause_scheduler", mode, False) is None)  # not in the step that is due
+    held, before = kept(loop.kvhma), loop.steps
+    assert held
+    loop.release(claim)
+    until(lambda: not kept(loop.kvhma))
+    assert loop.steps == before, "a paused engine makes no steps"
 
 
 def test_what_was_never_kept_has_no_thread(loop):
@@ -289,9 +298,9 @@ class SlowBoards:
         self.go_on.wait(20)
 
 
-@pytest.mark.parametrize("pauses", [False, True])
-def test_a_lease_is_never_seen_in_neither_place(loop, pauses, monkeypatch):
-    """Formerly such a lease was neither held nor ended: the loop slept for good, and a pause was over at once."""
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_lease_is_never_seen_in_neither_place(loop, ends, monkeypatch):
+    """Formerly such a lease was neither held nor ended: the loop slept for good, and a shutdown was over at once."""
     monkeypatch.setattr(engine_loop, "_STEP_SECONDS", 1e9)
     claim, leases = loop.keep(), loop.kvhma.context.leases
     slow = leases._boards = SlowBoards(leases._boards)
@@ -300,10 +309,9 @@ def test_a_lease_is_never_seen_in_neither_place(loop, pauses, monkeypatch):
     listener.start()
     slow.entered.wait()
     assert not leases.is_empty
-    if pauses:
-        assert loop.tell("pause_scheduler", "wait", True) is not None
-    else:
-        loop.tell("is_running")  # the loop looks whether it may rest
+    if ends:
+        loop.shutdown_state = EngineShutdownState.REQUESTED
+    loop.tell("is_running")  # the loop looks whether it may rest, or end
     slow.go_on.set()
     listener.join()
     until(lambda: not kept(loop.kvhma))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kvhma.errors import LeaseEndedError, LeaseUnknownError, RequestError
+from kvhma.errors import HandshakeError, LeaseEndedError, LeaseUnknownError, RequestError
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.holds import engine_loop
 from kvhma.vllm.holds.engine_loop import EngineLoop
@@ -36,7 +36,7 @@ from kvhma.vllm.wire.messages import (
     read_question,
     write_claim,
 )
-from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey
+from kvhma.vllm.wire.params import Address, Incarnation, LeaseClaim, LeaseKey
 from kvhma.vllm.wire.proofs import ProofKey, Proving
 from kvhma.vllm.wire.secrets import Secrets
 from support.counted import Counted
@@ -46,6 +46,8 @@ from support.listening import hostile, listening
 from support.waiting import HANG_SECONDS, until
 
 DIGEST = b"d" * 16
+P = Incarnation(Address("127.0.0.1", 1), "p", 258, None)
+"""What `listening` answers for."""
 GENERATIONS = itertools.count(1)
 
 
@@ -272,8 +274,6 @@ def test_releases_do_not_keep_renewals_from_being_said(address, renewer, service
     until(lambda: len(service.released) > 50 and len(service.renewed) > 5)
 
 
-def test_a_claim_that_is_released_while_p_answers_is_not_renewed_again(address, renewer, service):
-    one, renew = claim("a"), service.renew
 def test_an_engine_without_progress_renews_nothing_until_it_goes_on(address, service):
     """Formerly a thread renewed for a paused engine, so P held the blocks for ever. A release needs no progress."""
     asked, progress = [], threading.Event()
@@ -328,6 +328,8 @@ def test_how_long_an_engine_makes_progress_after_its_last_step(progress, events,
     assert not loop.makes_progress(5)
 
 
+def test_a_claim_that_is_released_while_p_answers_is_not_renewed_again(address, renewer, service):
+    one, renew = claim("a"), service.renew
     service.renew = lambda claims: (renewer.release_claim(address, one, Outcome.READ), renew(claims))[1]
     renewer.track_claim(address, one, every=0.05)
     until(lambda: service.released)
@@ -515,10 +517,10 @@ def test_claims_of_a_step_are_one_question(clients, table, monkeypatch, kind, ou
     questions, send = [], Client.send
     monkeypatch.setattr(Client, "send", lambda self, what, **more: (questions.append(what), send(self, what, **more)))
     question = ask(clients, claim(add(table, "a")), claim("c"), claim(add(table, "b")), outcomes=outcomes)
-    question.check(0)
+    question.check(0, P)
     with pytest.raises(LeaseEndedError, match="P does not hold 'c' for this reader"):
-        question.check(1)
-    question.check(2)
+        question.check(1, P)
+    question.check(2, P)
     assert [type(asked) for asked in questions] == [kind]
     assert ended(table) == ({LeaseEnd.READ: ["a"]} if outcomes else {})
     assert len(table) == left, "one of several readers keeps it a little longer"
@@ -528,7 +530,7 @@ def test_each_claim_has_an_outcome(clients, table):
     """A list that is too short would leave it to chance which blocks are freed."""
     claims = [claim(add(table, "a")), claim(add(table, "b"))]
     with pytest.raises(LeaseUnknownError, match="2 claims, 1 outcomes"):
-        ask(clients, *claims, outcomes=[Outcome.READ]).check(0)
+        ask(clients, *claims, outcomes=[Outcome.READ]).check(0, P)
     assert len(table) == 2
 
 
@@ -536,24 +538,40 @@ def test_what_is_not_held_after_the_read_may_have_been_lost(clients, table):
     key = add(table, "a")
     until(lambda: ended(table).get(LeaseEnd.UNCLAIMED))
     with pytest.raises(LeaseEndedError, match="P does not hold 'a' for this reader: its lease has ended") as caught:
-        ask(clients, claim(key)).check(0)
+        ask(clients, claim(key)).check(0, P)
     assert not isinstance(caught.value, LeaseUnknownError)
+
+
+def test_what_p_held_before_it_reset_its_caches_is_refused_with_both_values(clients, listen):
+    """A proof covers the new value too: D's log names it."""
+    table, before = LeaseTable(30), P._replace(incarnation_id=257)
+    listener, key = listen(table), add(table, "a")
+    listener.begin_incarnation(257)
+    proving = proving_with(clients)
+    ask(clients, claim(key), proving=proving).check(0, before)
+    listener.begin_incarnation(258)
+    ask(clients, claim(key), proving=proving).check(0, before)  # P still holds it
+    table.end_all()
+    with pytest.raises(HandshakeError, match=r"kvhma\.instance is '0{13}101' in kv_transfer_params, '0{13}102' at"):
+        ask(clients, claim(key), proving=proving).check(0, before)
+    with pytest.raises(LeaseEndedError, match="its lease has ended"):
+        ask(clients, claim(key), proving=proving).check(0, P)
 
 
 def test_a_second_reader(clients, table):
     """Formerly the answer was that the blocks had been read already, although they were all still held."""
     key = add(table, "a")
     for reader in (1, 2):
-        ask(clients, claim(key, reader)).check(0)
+        ask(clients, claim(key, reader)).check(0, P)
     table.release([claim(key, 1), claim(key, 2)], Outcome.READ)
     with pytest.raises(LeaseEndedError, match="or other readers have read it"):
-        ask(clients, claim(key, 3)).check(0)
+        ask(clients, claim(key, 3)).check(0, P)
 
 
 def test_other_parameters_than_were_handed_out(clients, table):
     """Formerly P's table knew the request and its reader, not the blocks: other blocks in the parameters were read."""
     with pytest.raises(RequestError, match="P handed out other parameters for 'a' than these"):
-        ask(clients, claim(add(table, "a"), digest=b"x" * 16)).check(0)
+        ask(clients, claim(add(table, "a"), digest=b"x" * 16)).check(0, P)
 
 
 def proving_with(clients):
@@ -571,7 +589,7 @@ def test_an_answer_is_of_the_engine_that_was_read(clients, table):
     """
     key = add(table, "a")
     proving = proving_with(clients)
-    ask(clients, claim(key), proving=proving).check(0)
+    ask(clients, claim(key), proving=proving).check(0, P)
 
     said = []
 
@@ -588,14 +606,14 @@ def test_an_answer_is_of_the_engine_that_was_read(clients, table):
     with hostile(answer_for_p, connections=2) as imitator:
         for _ in range(2):
             with asking(imitator) as theirs, pytest.raises(LeaseUnknownError, match="not of the engine that was read"):
-                ask(theirs, claim("victim"), proving=proving).check(0)
+                ask(theirs, claim("victim"), proving=proving).check(0, P)
     assert len(said) == 2
 
 
 def test_too_many_readers(clients, listen):
     listen(LeaseService(LeaseState.FULL))
     with pytest.raises(LeaseEndedError, match="too many readers"):
-        ask(clients, claim("a")).check(0)
+        ask(clients, claim("a")).check(0, P)
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -608,24 +626,24 @@ def test_nobody_answers(address, kept):
         assert (question.fileno() is not None) == kept
         until(question.poll)
         with pytest.raises(LeaseUnknownError, match="P has not confirmed that the blocks were held"):
-            question.check(0)
+            question.check(0, P)
         assert clients.pool.take_idle_client() is None
 
 
 def test_nobody_is_there(clients):
     with pytest.raises(LeaseUnknownError, match="has not confirmed"):
-        ask(clients, claim("a")).check(0)
+        ask(clients, claim("a")).check(0, P)
 
 
 def test_a_connection_is_kept_for_the_next_question(clients, table):
-    ask(clients, claim(add(table, "a"))).check(0)
+    ask(clients, claim(add(table, "a"))).check(0, P)
     client = clients.pool.take_idle_client()
     assert client is not None
     clients.pool.release_client(client)
     question = LeaseQuestion(*clients, [claim(add(table, "b"))], 2.0, None)
     assert question.fileno() == client.fileno(), "no thread was needed"
     until(question.poll)
-    question.check(0)
+    question.check(0, P)
     assert question.fileno() is None
     with clients.pool.take_client() as kept:
         assert kept is client
@@ -634,11 +652,11 @@ def test_a_connection_is_kept_for_the_next_question(clients, table):
 def test_a_connection_that_p_has_ended_costs_no_load(clients, listen):
     """An engine closes idle connections; formerly the loads whose question used such a connection failed."""
     listener = listen(LeaseService())
-    ask(clients, claim("a")).check(0)
+    ask(clients, claim("a")).check(0, P)
     listener.close()
     second = LeaseService()
     listen(second)
-    ask(clients, claim("b")).check(0)
+    ask(clients, claim("b")).check(0, P)
     assert second.renewed == [[claim("b")]]
 
 
@@ -654,14 +672,14 @@ def test_a_connection_that_p_ends_while_it_is_asked_costs_no_load(clients, addre
     service = LeaseService()
     listen(service)
     until(question.poll)
-    question.check(0)
+    question.check(0, P)
     assert len(service.renewed) == 1
 
 
 def test_an_answer_for_other_claims_than_were_asked(clients, listen):
     listen(LeaseService(extra=1))
     with pytest.raises(LeaseUnknownError, match="1 claims, 2 answers"):
-        ask(clients, claim("a")).check(0)
+        ask(clients, claim("a")).check(0, P)
 
 
 def test_a_panic_while_p_is_asked_is_an_answer_too(clients, monkeypatch):
@@ -672,4 +690,4 @@ def test_a_panic_while_p_is_asked_is_an_answer_too(clients, monkeypatch):
 
     monkeypatch.setattr(peers, "Client", panics)
     with pytest.raises(LeaseUnknownError, match="no"):
-        ask(clients, claim("a")).check(0)
+        ask(clients, claim("a")).check(0, P)

@@ -25,8 +25,7 @@ def nap(engine: Engine) -> None:
 
 
 def test_both_engines_sleep(zygote: Zygote, model: Callable[[str], Path], tmp_path: Path) -> None:
-    lease = {"kv_lease_duration": 20}  # held blocks keep P awake
-    settings = {"prefill": kvhma(NAME, extra=lease), "decode": kvhma(NAME), "plain": arguments(NAME)}
+    settings = {"prefill": kvhma(NAME), "decode": kvhma(NAME), "plain": arguments(NAME)}
     with engines(zygote, model(NAME), tmp_path, **settings) as (p, d, plain):
         if not all(engine.rpc("e2e_sleep_as_gpus_do")[0] for engine in (p, d)):
             pytest.skip("vLLM tells its connectors that caches are remapped from 0.33 on")

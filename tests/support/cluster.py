@@ -255,7 +255,7 @@ class DecodeEngine:
         try:
             engine.plan.transfer(remote.num_tokens, self._spans, list(remote.spans))
             planned = time.perf_counter()
-            ask(engine, claim)
+            ask(engine, claim, remote.incarnation)
             ended = time.perf_counter()
         finally:
             rank.release_engine(engine)
@@ -284,7 +284,7 @@ def connect(rank: PrefillEngines, remote: Incarnation) -> PrefillEngine:
             raise errors[0]
 
 
-def ask(engine: PrefillEngine, claim: object) -> None:
+def ask(engine: PrefillEngine, claim: object, remote: Incarnation) -> None:
     """Ask P whether it held the blocks, and wait for the answer."""
     question = LeaseQuestion(engine.side_channel, engine.numeric, [claim], TIMEOUT, engine.proving)  # type: ignore[list-item]
     while not question.poll():
@@ -295,7 +295,7 @@ def ask(engine: PrefillEngine, claim: object) -> None:
             poller = select.poll()
             poller.register(fileno, select.POLLIN)
             poller.poll(50)
-    question.check(0)
+    question.check(0, remote)
 
 
 class DecodeHost:

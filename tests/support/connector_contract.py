@@ -68,7 +68,7 @@ HOOKS = (
     Hook("has_pending_block_frees", "()", True, "whether answers were evicted for a request that lacks blocks"),
     Hook("has_pending_push_work", "()", True, "blocks that are kept let vLLM's loop rest, unless a step is due"),
     Hook("take_events", "()", False, "vLLM itself tells of the blocks that it caches after a load"),
-    Hook("reset_cache", "()", False, "there is no cache beside vLLM's, and what is held is not in its reach"),
+    Hook("reset_cache", "()", True, "all that is held is freed, and a new incarnation begins"),
     # The worker's side.
     Hook("get_mem_pool_context", "()", False, "None: vLLM's memory is registered where it is"),
     Hook("register_kv_caches", "(kv_caches)", True, "caches are described and registered, threads start"),

@@ -70,7 +70,8 @@ def scheduler(
 
 def manager(num_gpu_blocks=4000, **more):
     """A manager whose pool is vLLM's own. No request of the test owns any of its blocks."""
-    return SimpleNamespace(block_pool=BlockPool(num_gpu_blocks, True, 16), **more)
+    pool = BlockPool(num_gpu_blocks, True, 16)
+    return SimpleNamespace(block_pool=pool, reset_prefix_cache=pool.reset_prefix_cache, **more)
 
 
 def kept(of):

@@ -17,7 +17,7 @@ WALKS = 3000
 TICKET = bytes(16)
 SOURCE = Incarnation(Address("a", 1), "p", 7, 1, 1)
 CLAIM = LeaseClaim(LeaseKey("r", 1), 0, bytes(16))
-OVER = {OfferEvent.HANDED_OFF, OfferEvent.NOT_HELD, OfferEvent.SLEPT}
+OVER = {OfferEvent.HANDED_OFF, OfferEvent.NOT_HELD, OfferEvent.RESET}
 """After one of these P's request is over: it settles and ends no more."""
 RUNNING = {OfferEvent.SETTLED, OfferEvent.OVERWRITTEN, OfferEvent.HANDED_OFF, OfferEvent.NOT_HELD}
 
@@ -58,7 +58,7 @@ def test_every_way_ends_well(part: int) -> None:
         # P's blocks are released if a follower has cancelled the request, before or after the hand-off.
         events = [event for _, event, _, _ in steps]
         held = events.index(OfferEvent.HANDED_OFF) if OfferEvent.HANDED_OFF in events else len(events)
-        slept = events.index(OfferEvent.SLEPT) if OfferEvent.SLEPT in events else len(events)
+        slept = events.index(OfferEvent.RESET) if OfferEvent.RESET in events else len(events)
         cancelled = [i for i, event in enumerate(events) if event is OfferEvent.CANCELLED and i < slept]
         released = any(OfferEffect.RELEASE in effects for *_, effects in steps)
         assert released == (bool(cancelled) and held < len(events))
@@ -71,7 +71,7 @@ STORIES = {
     "an abort at D": ("SETTLED CANCELLED SETTLED NOT_HELD", "PUBLISH PUBLISH KEEP_FOR_A_WHILE"),
     "an abort at D as P ends": ("CANCELLED HANDED_OFF", "PUBLISH KEEP_FOR_A_WHILE RELEASE"),
     "one sample is cancelled": ("HANDED_OFF CANCELLED FORGOTTEN", "PUBLISH KEEP_FOR_A_WHILE RELEASE"),
-    "sleep": ("HANDED_OFF SLEPT CANCELLED", "PUBLISH KEEP_FOR_A_WHILE PUBLISH"),
+    "sleep": ("HANDED_OFF RESET CANCELLED", "PUBLISH KEEP_FOR_A_WHILE PUBLISH"),
 }
 
 

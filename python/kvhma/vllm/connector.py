@@ -179,6 +179,11 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether the next step will have more free blocks, so that vLLM need not preempt a request."""
         return self._scheduler.make_room()
 
+    def reset_cache(self) -> bool:
+        """Free all that is held for other engines; what they know of it is of an old incarnation from now on."""
+        self._scheduler.reset_cache()
+        return True
+
     def has_pending_push_work(self) -> bool:
         """Whether vLLM must step with nothing to compute. Nothing is pushed, and held blocks are freed here."""
         return self._scheduler.needs_step()

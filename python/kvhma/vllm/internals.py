@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from kvhma.errors import UnsupportedPairError
 
@@ -25,6 +26,9 @@ _PROMPT_FIELDS = ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids")
 _LOOP = ("input_queue", "is_running", "is_scheduler_paused")
 """Attributes of vLLM's loop that are used here."""
 
+_FLAG = "reset_connector"
+"""Argument of vLLM's functions that reset the prefix cache: whether they reset the connector, too."""
+
 
 # --- Missing: a connector wakes the engine ------------------------------------------------------------------------
 
@@ -36,13 +40,19 @@ def calling_engine() -> EngineCoreProc | None:
     """
     from vllm.v1.engine.core import EngineCoreProc
 
-    frame = inspect.currentframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
+    for variables in _callers():
+        owner = variables.get("self")
         if isinstance(owner, EngineCoreProc):
             return owner if all(hasattr(owner, name) for name in _LOOP) else None
-        frame = frame.f_back
     return None
+
+
+def _callers() -> Iterator[dict[str, Any]]:
+    """Return the variables of each function that is being called, the innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame.f_locals
+        frame = frame.f_back
 
 
 def wake_up(engine: EngineCoreProc) -> None:
@@ -50,6 +60,24 @@ def wake_up(engine: EngineCoreProc) -> None:
     from vllm.v1.engine import EngineCoreRequestType
 
     engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+
+# --- Missing: vLLM resets its connector before it resets its prefix cache -----------------------------------------
+
+
+def reset_connector_first(manager: KVCacheManager, reset: Callable[[], None]) -> None:
+    """Have vLLM `reset` the connector first when it resets its prefix cache and its connector, as a pause does.
+
+    vLLM does it afterwards, and raises an error before that because the connector still holds blocks.
+    """
+    reset_blocks: Callable[[], bool] = manager.reset_prefix_cache
+
+    def reset_both() -> bool:
+        if next((variables[_FLAG] for variables in _callers() if _FLAG in variables), False):
+            reset()
+        return reset_blocks()
+
+    vars(manager)["reset_prefix_cache"] = reset_both
 
 
 # --- Missing: a connector says from which token on a loaded block may be hashed -----------------------------------

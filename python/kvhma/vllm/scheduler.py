@@ -14,7 +14,7 @@ from kvhma.vllm.holds.kept_turns import KeptTurns
 from kvhma.vllm.holds.lease_table import LeaseTable
 from kvhma.vllm.holds.prefill import PrefillScheduler
 from kvhma.vllm.holds.scheduler_context import SchedulerContext
-from kvhma.vllm.internals import check_manager
+from kvhma.vllm.internals import check_manager, reset_connector_first
 from kvhma.vllm.loads.decode import DecodeScheduler
 from kvhma.vllm.loads.prefix_cache import has_partial_hits, hits_may_differ
 from kvhma.vllm.metadata import LocalWorkerIdentity, StepMetadata, WorkerReport
@@ -70,6 +70,7 @@ class KvhmaScheduler:
             UnsupportedPairError: kvhma cannot exclude blocks from its prefix cache.
         """
         check_manager(manager)
+        reset_connector_first(manager, self.reset_cache)
         self.context.manager = manager
         self.context.partial_hits = has_partial_hits(manager)
         # The null block is never held.
@@ -83,6 +84,12 @@ class KvhmaScheduler:
         if found:
             self.context.geometry = decode_handshake(found[min(found)].data).geometry
             self.prefill.serve(found)
+
+    def reset_cache(self) -> None:
+        """Free all that this engine holds for other engines: vLLM resets its caches, as for other weights."""
+        if self.kept_turns is not None:
+            self.kept_turns.end_settling()
+        self.prefill.reset_cache()
 
     def on_request_added(self, request: Request) -> None:
         """Add a new request, and check its parameters once: no later call has to."""
@@ -130,6 +137,7 @@ class KvhmaScheduler:
     def on_step(self, output: SchedulerOutput) -> StepMetadata:
         """Return what the workers must know in this step."""
         idle = output.total_num_scheduled_tokens == 0
+        self._loop.on_step(computes=not idle)
         self._idle_steps = self._idle_steps + 1 if idle else 0
         if self._idle_steps > STEPS_UNDER_WAY and self.context.engine.may_wait:
             self._wait_for_peers()
@@ -137,7 +145,6 @@ class KvhmaScheduler:
         metadata.idle = idle
         if self.kept_turns is not None:
             self.kept_turns.on_step(output, freed=self.prefill.free_ended_leases())
-        self._loop.on_step(computes=not idle)
         self.prefill.on_step(output, metadata)
         return metadata
 

@@ -44,7 +44,9 @@ class EngineLoop:
     vLLM's loop keeps stepping, as it would without this class, in two cases:
 
     * The loop is not found: an engine in the process of its front end has no loop.
-    * vLLM pauses or shuts down. Then it waits until the engine holds no blocks.
+    * vLLM shuts down. Then it waits until the engine holds no blocks.
+
+    A pause waits for no blocks: if it clears the caches, vLLM has the connector free them, else they stay held.
     """
 
     def __init__(self, leases: LeaseTable, peers: Peers, free: Callable[[], bool], step_timeout: float) -> None:
@@ -93,12 +95,12 @@ class EngineLoop:
         if not self._searched:
             self._searched, self._engine = True, calling_engine()
         engine = self._engine
-        if engine is None or not engine.is_running() or engine.is_scheduler_paused():
+        if engine is None or not engine.is_running():
             return not self._leases.is_empty
         if self._due:
             self._due = False  # before the look: a lease that ends after it sends another wake-up
             self._is_reported &= not self._free()
-            if self._is_step_due(time.monotonic()):
+            if self._is_step_due(time.monotonic()) and not engine.is_scheduler_paused():
                 self._due = True  # also for the next call: vLLM asks again within the step
                 return True
         if not self._is_checking:

@@ -193,6 +193,12 @@ class KeptTurns:
         """Whether a step in flight may still write to a turn that D will hold."""
         return bool(self._settling)
 
+    def end_settling(self) -> None:
+        """Hold every turn that may still be written to: its lease ends with all others, and no engine reads it."""
+        for turn in self._settling:
+            self._hold(turn.key, turn.digest, turn.blocks)
+        self._settling.clear()
+
     def on_step(self, output: SchedulerOutput, *, freed: bool) -> None:
         """Evict kept turns if requests lack blocks; `freed`: blocks were freed after vLLM last looked for some."""
         self._steps += 1

@@ -59,8 +59,8 @@ class LeaseEnd(enum.Enum):
     EVICTED = "evicted"
     """No engine had claimed or read it, and newer requests needed its room."""
 
-    SLEPT = "slept"
-    """The engine slept, and its caches are gone."""
+    RESET = "reset"
+    """The engine has reset its caches: its weights may be others now, or it has slept."""
 
     KEPT_TURN_READ = "read_turn"
     """It was a kept turn, and was read."""
@@ -78,7 +78,7 @@ KEPT_TURN_ENDS = {
     LeaseEnd.NOT_RENEWED: LeaseEnd.KEPT_TURN_EXPIRED,
     LeaseEnd.UNREAD: LeaseEnd.KEPT_TURN_EXPIRED,
     LeaseEnd.EVICTED: LeaseEnd.KEPT_TURN_EVICTED,
-    LeaseEnd.SLEPT: LeaseEnd.KEPT_TURN_EVICTED,
+    LeaseEnd.RESET: LeaseEnd.KEPT_TURN_EVICTED,
 }
 """Why a kept turn left the table, by the reason for other requests."""
 
@@ -401,10 +401,10 @@ class LeaseTable:
         return ended
 
     def end_all(self) -> None:
-        """End every lease: the caches are gone."""
+        """End every lease: the caches are reset."""
         with self._lock:
             for key in list(self._held):
-                self._end_lease(key, LeaseEnd.SLEPT)
+                self._end_lease(key, LeaseEnd.RESET)
 
     def take_digests_refused(self) -> int:
         """Return how many claims and releases since the last call had another digest than their request."""

@@ -7,8 +7,8 @@ offers by their tickets, gives them events and carries out the effects. The usua
 
     COMPUTING -- settled, settled, handed off --> HELD -- forgotten --> ENDED
 
-A request may also end without a hand-off, a follower may cancel it, and P may sleep. The blocks of a hand-off belong to
-its lease, which has its own end: see :class:`kvhma.vllm.holds.lease_table.LeaseTable`.
+A request may also end without a hand-off, a follower may cancel it, and P may reset its caches. The blocks of a
+hand-off belong to its lease, which has its own end: see :class:`kvhma.vllm.holds.lease_table.LeaseTable`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class OfferEvent(enum.Enum):
     HANDED_OFF = "the request has ended, and P holds its blocks under a lease"
     NOT_HELD = "the request has ended, and P does not hold its blocks"
     CANCELLED = "a follower no longer needs it"
-    SLEPT = "P has slept, and its caches are empty"
+    RESET = "P has reset its caches"
     FORGOTTEN = "followers had `kv_lease_duration` after the request, or there are too many offers"
 
 
@@ -75,10 +75,10 @@ TABLE: Mapping[tuple[OfferState, OfferEvent], tuple[OfferState, tuple[OfferEffec
     (_S.COMPUTING, _E.HANDED_OFF): (_S.HELD, (_F.PUBLISH, _F.KEEP_FOR_A_WHILE)),
     (_S.COMPUTING, _E.NOT_HELD): (_S.ENDED, (_F.PUBLISH, _F.KEEP_FOR_A_WHILE)),
     (_S.COMPUTING, _E.CANCELLED): (_S.ENDED, (_F.PUBLISH,)),
-    (_S.COMPUTING, _E.SLEPT): (_S.ENDED, (_F.PUBLISH, _F.KEEP_FOR_A_WHILE)),
+    (_S.COMPUTING, _E.RESET): (_S.ENDED, (_F.PUBLISH, _F.KEEP_FOR_A_WHILE)),
     # Other followers, for example of samples of the prompt, may still read it.
     (_S.HELD, _E.CANCELLED): (_S.HELD, (_F.RELEASE,)),
-    (_S.HELD, _E.SLEPT): (_S.ENDED, (_F.PUBLISH,)),
+    (_S.HELD, _E.RESET): (_S.ENDED, (_F.PUBLISH,)),
     (_S.HELD, _E.FORGOTTEN): (_S.ENDED, ()),
     # A follower has cancelled it, and P still computes the request.
     (_S.ENDED, _E.SETTLED): (_S.ENDED, ()),
@@ -86,7 +86,7 @@ TABLE: Mapping[tuple[OfferState, OfferEvent], tuple[OfferState, tuple[OfferEffec
     (_S.ENDED, _E.HANDED_OFF): (_S.ENDED, (_F.KEEP_FOR_A_WHILE, _F.RELEASE)),
     (_S.ENDED, _E.NOT_HELD): (_S.ENDED, (_F.KEEP_FOR_A_WHILE,)),
     (_S.ENDED, _E.CANCELLED): (_S.ENDED, ()),
-    (_S.ENDED, _E.SLEPT): (_S.ENDED, (_F.KEEP_FOR_A_WHILE,)),
+    (_S.ENDED, _E.RESET): (_S.ENDED, (_F.KEEP_FOR_A_WHILE,)),
     (_S.ENDED, _E.FORGOTTEN): (_S.ENDED, ()),
 }
 """The next state, and what is done, for each event that a state can meet."""
@@ -259,11 +259,11 @@ class TicketTable:
         self._end(self.offer(ticket), OfferEvent.NOT_HELD, ended)
 
     def end_all(self, why: str) -> None:
-        """End all offers: the caches are empty."""
+        """End all offers: the caches are reset."""
         with self._lock:
             offers = list(self._offers.values())
         for offer in offers:
-            self._end(offer, OfferEvent.SLEPT, why)
+            self._end(offer, OfferEvent.RESET, why)
 
     def cancel_ticket(self, ticket: bytes) -> None:
         """Note that a follower no longer needs a request, before or after its end."""

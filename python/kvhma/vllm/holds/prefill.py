@@ -39,7 +39,7 @@ _UNREAD = {
     LeaseEnd.UNCLAIMED: "no decode engine has asked for it",
     LeaseEnd.NOT_RENEWED: "its decode engine has not renewed it in time",
     LeaseEnd.UNREAD: "its decode engine could not read it, and no other engine has asked for it",
-    LeaseEnd.SLEPT: "this engine has slept, and its caches are empty",
+    LeaseEnd.RESET: "this engine has reset its caches, as for other weights or for sleep",
 }
 """Why a lease may end before a reader has read the request."""
 
@@ -81,9 +81,8 @@ class PrefillScheduler:
     def serve(self, hellos: Mapping[tuple[int, int], LocalWorkerIdentity]) -> None:
         """Answer other engines from now on; `hellos` are the worker identities by pipeline and tensor rank.
 
-        After sleep vLLM brings other worker identities. The caches are gone, and all leases and tickets end. The engine
-        gets a new incarnation, which other engines see in its replies and in the parameters of later requests. vLLM
-        brings the same identities if it wakes an engine that is awake.
+        After sleep vLLM brings other worker identities, and the caches are gone. It brings the same identities if it
+        wakes an engine that is awake.
         """
         context = self._context
         signed = {rank: (hello.data, hello.private_key) for rank, hello in hellos.items()}
@@ -91,9 +90,7 @@ class PrefillScheduler:
             return
         if self._listener is not None:
             self._listener.close()
-            self._incarnation_id = random_id()
-            context.leases.end_all()
-            self.settling.end_all()
+            self.reset_cache()
         self._hellos = signed
         context.leases.show_on_boards(LeaseBoards(hello.board for hello in hellos.values() if hello.board is not None))
         self._listener = Listener(
@@ -105,6 +102,19 @@ class PrefillScheduler:
             tickets=self.settling.tickets,
         )
         self.settling.tickets.on_progress = self._listener.notify_progress
+
+    def reset_cache(self) -> None:
+        """Free all that other engines may read: the caches are reset, as after other weights were loaded.
+
+        All leases and tickets end. The engine gets a new incarnation, which other engines see in its replies and in the
+        parameters of later requests.
+        """
+        self._incarnation_id = random_id()
+        if self._listener is not None:
+            self._listener.begin_incarnation(self._incarnation_id)  # first: it is why P does not hold a request
+        self._context.leases.end_all()
+        self.settling.end_all()
+        self.free_ended_leases()
 
     def on_request_added(self, request: Request) -> None:
         """Add a new request that another engine decodes."""

@@ -205,9 +205,8 @@ class SettlingRequests:
             self.tickets.hand_off(offer.ticket, params, claim)
 
     def end_all(self) -> None:
-        """End all offers: the caches are gone."""
-        self.tickets.end_all("P has slept, and its caches are empty")
-        self._offers.clear()
+        """End all offers: the caches are reset."""
+        self.tickets.end_all("P has reset its caches: its weights may be others now, or it has slept")
 
 
 def _computed_before(output: SchedulerOutput) -> dict[str, int]:

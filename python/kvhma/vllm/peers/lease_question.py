@@ -21,7 +21,7 @@ from kvhma.vllm.wire.messages import (
     WireClaim,
     write_claim,
 )
-from kvhma.vllm.wire.params import Address, LeaseClaim
+from kvhma.vllm.wire.params import Address, Incarnation, LeaseClaim, not_the_engine
 from kvhma.vllm.wire.proofs import Proving, is_proved
 
 
@@ -109,10 +109,11 @@ class LeaseQuestion:
             return True
         return False
 
-    def check(self, index: int) -> None:
-        """Check that P held the blocks of the claim at `index`. P has answered.
+    def check(self, index: int, remote: Incarnation) -> None:
+        """Check that P held the blocks of the claim at `index`, when it was this incarnation. P has answered.
 
         Raises:
+            HandshakeError: P did not hold them, because it is another incarnation now.
             LeaseEndedError: P did not hold them.
             LeaseUnknownError: there is no valid answer.
             RequestError: P handed out other parameters than those of the claim.
@@ -122,6 +123,10 @@ class LeaseQuestion:
         state = LeaseState.ENDED if self._answer is None else self._answer.states[index]
         if state is LeaseState.HELD:
             return
+        found = None if self._answer is None else self._answer.incarnation_id
+        if found is not None and int.from_bytes(found, "big") != remote.incarnation_id:
+            expected = f"{remote.incarnation_id:016x}"
+            raise HandshakeError(not_the_engine("kvhma.instance", expected, found.hex(), remote.address))
         name = one_line(self._claims[index].key.request_id)
         if state is LeaseState.OTHER:
             raise RequestError(f"P handed out other parameters for {name!r} than these: they were changed on the way")

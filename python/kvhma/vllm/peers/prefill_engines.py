@@ -29,7 +29,7 @@ from kvhma.vllm.peers.worker_context import WorkerContext
 from kvhma.vllm.peers.worker_identity import IdentityBudget, WorkerIdentity, ask_worker_identities
 from kvhma.vllm.threads import in_thread
 from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, Done, EngineInfo, Refused
-from kvhma.vllm.wire.params import Address, Incarnation, leads_back
+from kvhma.vllm.wire.params import Address, Incarnation, leads_back, not_the_engine
 from kvhma.vllm.wire.proofs import Proving
 
 logger = logging.getLogger("vllm.kvhma")
@@ -491,10 +491,7 @@ def _check_info(remote: Incarnation, info: EngineInfo) -> None:
         ("pp_size", remote.pp_size or pp_size, pp_size),
     ):
         if expected != found:
-            raise HandshakeError(
-                f"{field_name} is {expected!r} in kv_transfer_params, {found!r} at {remote.address}: "
-                "the blocks are gone, or were never there"
-            )
+            raise HandshakeError(not_the_engine(field_name, expected, found, remote.address))
     if len(set(info.ranks)) != tp_size * pp_size:
         raise HandshakeError(
             f"{remote.address} has {len(info.ranks)} workers, expected {tp_size} x {pp_size} (tp_size x pp_size)"

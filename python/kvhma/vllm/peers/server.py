@@ -7,6 +7,7 @@ No message can stop it, and connections and bytes are bounded.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -85,7 +86,7 @@ class LocalEngine:
 
     Attributes:
         engine_id: name of the engine.
-        incarnation_id: random number of this process.
+        incarnation_id: random number of its incarnation.
         worker_identities: by pipeline and tensor rank, the worker's message of :mod:`kvhma.nixl.handshake` and the
             Ed25519 private key that signs it.
         advertised: the address that other engines should use; None if it is not advertised.
@@ -153,6 +154,10 @@ class Listener:
         self._socket.close()
         self._waker.close()
 
+    def begin_incarnation(self, incarnation_id: int) -> None:
+        """Answer for a new incarnation of the engine. Any thread may call this."""
+        self._engine = dataclasses.replace(self._engine, incarnation_id=incarnation_id)
+
     def notify_progress(self, ticket: bytes) -> None:
         """Answer the questions that wait for progress of a ticket. Any thread may call this."""
         self._progressed.append(ticket)
@@ -199,15 +204,13 @@ class Listener:
             case AskEngineInfo():
                 if question.protocol != PROTOCOL:
                     return Problem(f"protocol is {question.protocol} on your side, {PROTOCOL} on this side")
-                incarnation_id = engine.incarnation_id.to_bytes(8, "big")
-                return EngineInfo(
-                    PROTOCOL, engine.engine_id, incarnation_id, sorted(engine.worker_identities), engine.advertised
-                )
+                ranks = sorted(engine.worker_identities)
+                return EngineInfo(PROTOCOL, engine.engine_id, self._incarnation_id, ranks, engine.advertised)
             case AskWorkerIdentity():
                 identity = engine.worker_identities.get((question.pp_rank, question.tp_rank))
                 if identity is None:
-                    ranks = f"pipeline {question.pp_rank}, tensor {question.tp_rank}"
-                    return Problem(f"no worker of rank {ranks}; there are {len(engine.worker_identities)}")
+                    rank = f"pipeline {question.pp_rank}, tensor {question.tp_rank}"
+                    return Problem(f"no worker of rank {rank}; there are {len(engine.worker_identities)}")
                 data, private_key = identity
                 engine_key = self._proof_key.public
                 return SignedWorkerIdentity(
@@ -239,11 +242,16 @@ class Listener:
         contents = None
         if isinstance(question, Renew) and question.contents:
             contents = self._leases.contents([read_claim(claim) for claim in question.claims])
-        answer = Leases(states, contents=contents)
+        all_held = all(state is LeaseState.HELD for state in states)
+        answer = Leases(states, contents=contents, incarnation_id=None if all_held else self._incarnation_id)
         if question.reader_key is None:
             return answer
         shared = self._proof_key.shared(question.reader_key)
-        return Leases(states, prove(shared, question.nonce, question.claims, answer), contents)
+        return msgspec.structs.replace(answer, proof=prove(shared, question.nonce, question.claims, answer))
+
+    @property
+    def _incarnation_id(self) -> bytes:
+        return self._engine.incarnation_id.to_bytes(8, "big")
 
 
 def _bind(address: Address) -> socket.socket:

@@ -315,7 +315,7 @@ def _answered(read: ActiveRead) -> ReadEvent | None:
         if read.sums is not None:
             read.sums.check_deadline()
         return None
-    question.check(index)
+    question.check(index, read.command.remote.incarnation)
     if read.sums is None:
         return ReadEvent.HELD
     if read.sums.take_prefill_digest(question.content(index)):

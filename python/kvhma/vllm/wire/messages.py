@@ -231,6 +231,8 @@ class Leases(msgspec.Struct, tag="leases", frozen=True, omit_defaults=True):
     proof: Digest | None = None
     contents: Annotated[list[Content | None], msgspec.Meta(max_length=MAX_CLAIMS)] | None = None
     """The digest of each claim, see :mod:`kvhma.digests`, if the question asks for it; None where P has none yet."""
+    incarnation_id: RandomId | None = None
+    """Of P, if it does not hold all claims: they may be of an earlier incarnation."""
 
 
 class Settled(msgspec.Struct, frozen=True, array_like=True):

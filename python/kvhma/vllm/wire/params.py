@@ -102,12 +102,12 @@ def _is_numeric(host: str) -> bool:
 
 
 class Incarnation(NamedTuple):
-    """A prefill engine from one start to the next.
+    """A prefill engine from one start, or reset of its caches, to the next.
 
     Attributes:
         address: its scheduler.
         engine_id: its name.
-        incarnation_id: random number; it changes with each restart.
+        incarnation_id: random number; it changes with each restart and each reset of its caches.
         tp_size: its tensor-parallel ranks; None if unknown.
         pp_size: its pipeline stages; None if unknown.
     """
@@ -191,7 +191,7 @@ class PrefillParams(NamedTuple):
     Attributes:
         address: P's scheduler. A proxy may change it, because each network has its names.
         engine_id: P's name.
-        incarnation_id: random number of P, which changes with each restart.
+        incarnation_id: random number of P, see :class:`Incarnation`.
         lease_key: the request at P.
         lease: seconds that P holds its blocks after each lease renewal.
         num_tokens: tokens that P's blocks hold.
@@ -358,6 +358,12 @@ def leads_back(address: Address, engine_id: str) -> str:
         f"remote_host and remote_port {address} lead to this engine itself, but the parameters are of prefill engine "
         f"{quote(engine_id)}: set its advertised_host and advertised_port to where this host reaches it"
     )
+
+
+def not_the_engine(field: str, expected: object, found: object, address: Address) -> str:
+    """Return the error text for an engine that is not that of the parameters, or not any more."""
+    difference = f"{field} is {expected!r} in kv_transfer_params, {found!r} at {address}"
+    return f"{difference}: the blocks are gone, or were never there"
 
 
 def random_id() -> int:

@@ -112,8 +112,8 @@ class Proving:
 
 def prove(shared: bytes, nonce: bytes, claims: Sequence[WireClaim], answer: Leases) -> bytes:
     """Return the proof, 16 bytes, that the owner of a shared key gave this answer to this question."""
-    contents = () if answer.contents is None else (answer.contents,)
-    said = msgspec.msgpack.encode((nonce, claims, answer.states, *contents))
+    optional = (value for value in (answer.contents, answer.incarnation_id) if value is not None)
+    said = msgspec.msgpack.encode((nonce, claims, answer.states, *optional))
     return hashlib.blake2b(said, digest_size=_PROOF_BYTES, key=shared).digest()
 
 
