@@ -13,7 +13,8 @@ pytest.importorskip("torch", reason="needs torch; make connector runs it")
 from kvhma import plan
 from kvhma.errors import PeerLostError, TransferError
 from kvhma.geometry import Span
-from kvhma.nixl import Agent
+from kvhma.nixl import Agent, window
+from kvhma.nixl.window import ReadWindow
 from kvhma.vllm.metadata import StepMetadata
 from kvhma.vllm.reads import read_parts, read_steps
 from kvhma.vllm.reads.read_parts import parts_of
@@ -22,6 +23,16 @@ from support.workers import PAGE, PAGES, Decode, Prefill, counted, load
 
 BLOCKS = [9, 3, 30, 12, 21, 6]
 """Blocks of P, and of D in this order: no two of them are neighbours, so that each is a row."""
+
+
+@pytest.fixture
+def tcp(monkeypatch):
+    """Reads come over TCP, in pieces that end at no block, three of them at a time."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setattr(window, "PIECE_BYTES", PAGE // 2)
+    monkeypatch.setattr(window, "WINDOW_BYTES", PAGE * 3 // 2)
+    monkeypatch.setattr(window, "LEAST_WINDOW_BYTES", PAGE * 3 // 2)
+    return monkeypatch
 
 
 @pytest.fixture
@@ -48,8 +59,8 @@ class LostRead:
         self.written = written
 
     def poll(self):
-        while self.handle.poll() == "running":
-            pass
+        if self.handle.poll() == "running":
+            return "running"
         self.written[:] = 0xEE
         self.finished = True
         if isinstance(self.error, PeerLostError):
@@ -97,6 +108,31 @@ def test_only_what_was_lost_is_read_again(p, d, reads, lost, handshakes):
     data = counted(d, "load_seconds", 1).data
     assert (data["resumed_loads"], data["reread_bytes"]) == (1, len(lost) * PAGE)
     assert data["handshakes"] == handshakes
+
+
+def test_what_was_lost_is_read_again_within_the_bound(tcp, p, d, reads):
+    taken, most = [0], [0]
+    take, give_back = ReadWindow.take_room, ReadWindow.return_room
+
+    def count_taken(window, read, nbytes):
+        if has_room := take(window, read, nbytes):
+            taken[0] += nbytes
+            most[0] = max(most[0], taken[0])
+        return has_room
+
+    def count_returned(window, nbytes, seconds):
+        taken[0] -= nbytes
+        give_back(window, nbytes, seconds)
+
+    tcp.setattr(ReadWindow, "take_room", count_taken)
+    tcp.setattr(ReadWindow, "return_room", count_returned)
+    reads.lost = {1: PeerLostError("gone"), 4: PeerLostError("gone")}
+    d.reads(p, a=BLOCKS)
+    first, again = reads.rows[: len(BLOCKS)], reads.rows[len(BLOCKS) :]
+    # Pieces that were not posted before the loss are lost, too.
+    assert {first[1], first[4]} <= set(again) < set(first)
+    assert len(again) == len(set(again))
+    assert (taken, most) == ([0], [PAGE * 3 // 2])
 
 
 def test_a_connection_that_is_lost_each_time_ends_the_load(p, d, reads):

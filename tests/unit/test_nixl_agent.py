@@ -139,7 +139,7 @@ def test_a_caller_may_read_before_the_warm_up(world):
     peer = world.d.connect(world.p.handshake_payload(world.p_geometry, b"anew"), warm_up=False)
     assert ("transfer" in world.d_nixl.calls, world.p_nixl.inbox) == (False, [])
     world.d.warm_up(peer)
-    assert (world.d_nixl.calls["transfer"], world.p_nixl.inbox) == (1, [("D", WARM_UP)])
+    assert (world.d_nixl.calls["transfer"], world.p_nixl.inbox) == (2, [("D", WARM_UP)])
 
 
 def test_the_same_payload_is_the_same_peer(world):
@@ -225,7 +225,7 @@ def test_a_peer_that_does_not_answer(world):
             world.p.connect(payload, timeout=0.01)
     (warm_up,) = world.p._in_flight.running()
     assert world.p_nixl.released_in_flight == 0
-    warm_up._work[1].left, world.net.polls = 1, 0
+    warm_up._posted[0].handle.left, world.net.polls = 1, 0
     assert world.p.connect(payload, timeout=1).gone is None
 
 
@@ -399,8 +399,8 @@ def test_a_prepared_read_ends_with_its_peer(how):
 
 def test_what_cannot_be_read_cannot_be_prepared_either(world):
     here, there = rows_of(world.target, [3]), rows_of(world.source, [5])
-    outside = here.copy()
-    outside[0, 0] += np.uint64(PAGES * PAGE)
+    unregistered = np.zeros(PAGE, np.uint8)
+    outside = rows_of(unregistered, [0])
     for rows in (
         (outside, there),
         (here, outside),
@@ -525,7 +525,7 @@ def test_close_refuses_while_something_is_in_flight():
     assert world.d_nixl.released_in_flight == 0
     with pytest.raises(TransferError, match="closed"):
         world.read([1], [2])
-    transfer._work[1].left = 1
+    transfer._posted[0].handle.left = 1
     assert world.d.is_reading, "it does not ask"
     assert world.d.in_flight() == 0, "it has asked"
     assert not world.d.is_reading
@@ -542,7 +542,7 @@ def test_disconnect_waits_too():
     assert "P" in world.d_nixl.remotes
     with pytest.raises(PeerLostError):
         world.read([1], [2])
-    transfer._work[1].left = 1
+    transfer._posted[0].handle.left = 1
     world.d.disconnect(world.peer)
     world.d.disconnect(world.peer)
     assert not world.d_nixl.remotes

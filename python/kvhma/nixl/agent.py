@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,10 +27,12 @@ from kvhma.nixl.library import (
 )
 from kvhma.nixl.memory import RegisteredMemory
 from kvhma.nixl.peer import Peer, add_peer, metadata_start, remove_peer
+from kvhma.nixl.ports import came_by_tcp, received_bytes
 from kvhma.nixl.prepared import Preparations, PreparedList, PreparedRead
 from kvhma.nixl.scratch import Scratch
 from kvhma.nixl.session import Session
-from kvhma.nixl.transfer import InFlight, Telemetry, TransferHandle
+from kvhma.nixl.transfer import InFlight, Piece, TransferHandle
+from kvhma.nixl.window import cut_rows
 
 _DEFAULTS = AgentOptions()
 _READ = "READ"
@@ -244,6 +247,8 @@ class Agent:
     def warm_up(self, peer: Peer, timeout: float = 10.0) -> None:
         """Read a few bytes of a peer's caches, so that no later transfer waits until the connection is set up.
 
+        A second read shows whether they come over TCP. If not, the bytes in flight from the peer are not bounded.
+
         A peer that is warm already is left alone: others may read from it.
 
         Args:
@@ -264,9 +269,15 @@ class Agent:
             peer.is_warm = True
             return
         local, remote, size = rows
-        memory = {"local_memory": local.memory, "remote_memory": remote.memory}
+
+        def read(notif: bytes = b"") -> bool:
+            kinds: dict[str, Any] = {"local_memory": local.memory, "remote_memory": remote.memory}
+            return self.read(peer, row_of(local, size), row_of(remote, size), notif, **kinds).wait(timeout)
+
         try:
-            done = self.read(peer, row_of(local, size), row_of(remote, size), WARM_UP, **memory).wait(timeout)
+            done = read(WARM_UP)
+            before = received_bytes()
+            done = done and read()
         except KvhmaError:
             self.disconnect(peer, timeout)
             raise
@@ -274,6 +285,8 @@ class Agent:
             with self._session.lock:
                 peer.gone = peer.gone or f"no answer in {timeout} s"
             raise TransferError(f"peer {peer.name!r}: {peer.gone}")
+        if not came_by_tcp(size, before, received_bytes()):
+            peer.window = None
         peer.is_warm = True
 
     def disconnect(self, peer: Peer, timeout: float = 10.0) -> None:
@@ -367,6 +380,9 @@ class Agent:
     ) -> TransferHandle:
         """Start to read descriptors of a peer's memory into local descriptors. NIXL does not merge them.
 
+        Over TCP it is read in pieces: all reads from the peer together have at most
+        :data:`kvhma.nixl.window.WINDOW_BYTES` in flight. Then the polls post the later pieces.
+
         Args:
             peer: the owner of the memory that is read.
             local: C-contiguous uint64 of shape (n, 3), rows ``(addr, len, device)``; n may be 0.
@@ -385,8 +401,19 @@ class Agent:
             PeerLostError: the peer is gone.
             TransferError: NIXL cannot start it.
         """
-        make = _reads_of(peer, local, remote, notif, local_memory, remote_memory)
-        return self._start(peer, len(local), notif, make)
+        _check_pair(local, remote)
+        if not len(local):
+            return self._start_nothing(peer, notif)
+        cut = [(local, remote)]
+        if peer.window is not None:
+            if local[:, 1].max() > self._memory.longest:  # before it is cut into too many pieces
+                raise RequestError(f"a row of {local[:, 1].max()} bytes is longer than any registered memory")
+            cut = cut_rows(local, remote)
+        own, later = (notif, b"") if len(cut) == 1 else (b"", notif)
+        pieces = [
+            Piece(_making(peer, *rows, own, local_memory, remote_memory), int(rows[0][:, 1].sum())) for rows in cut
+        ]
+        return self._in_flight.start(peer, len(local), pieces, later)
 
     def prepare_read(
         self,
@@ -414,9 +441,10 @@ class Agent:
             AddressOverflowError: a row ends after 2**64.
             PeerLostError: the peer is gone.
         """
-        make = _reads_of(peer, local, remote, b"", local_memory, remote_memory)
+        _check_pair(local, remote)
         if not len(local):
             raise RequestError("a prepared read has no rows")
+        make = _making(peer, local, remote, b"", local_memory, remote_memory)
         return self._prepared.prepare_read(peer, len(local), make, self._in_flight)
 
     def read_ids(
@@ -430,7 +458,7 @@ class Agent:
         """Start to read prepared descriptors of a peer into prepared local descriptors.
 
         NIXL merges neighbours: ids that increase by one at the same positions on both sides, within one dense view on
-        each side.
+        each side. Over TCP this does not bound the bytes in flight, as :meth:`read` does.
 
         Args:
             local: a list of :meth:`prepare`, of this agent's own memory.
@@ -461,16 +489,14 @@ class Agent:
                 raise RequestError("a prepared list was released or belongs to another agent")
             return nixl.make_prepped_xfer(_READ, local_handle, local_ids, remote_handle, remote_ids, notif)
 
-        return self._start(peer, len(local_ids), notif, make)
+        if not len(local_ids):
+            return self._start_nothing(peer, notif)
+        return self._in_flight.start(peer, len(local_ids), [Piece(make)])
 
-    def _start(self, peer: Peer, count: int, notif: bytes, make: Callable[[NixlAgent], NixlHandle]) -> TransferHandle:
-        if not count:
-            # NIXL has no empty transfers, but the peer waits for the message before it frees its blocks.
-            if notif:
-                self.notify(peer, notif)
-            self._session.usable(peer)
-            return TransferHandle(peer, None, self._in_flight, Telemetry(0, 0))
-        return self._in_flight.start(peer, count, make)
+    def _start_nothing(self, peer: Peer, notif: bytes) -> TransferHandle:
+        if notif:  # the peer waits for it before it frees its blocks
+            self.notify(peer, notif)
+        return self._in_flight.start_nothing(peer)
 
     def poll(self) -> list[TransferHandle]:
         """Poll the aborted transfers.
@@ -511,7 +537,14 @@ class Agent:
             self._memory.deregister_all(nixl)
 
 
-def _reads_of(
+def _check_pair(local: NDArray[np.uint64], remote: NDArray[np.uint64]) -> None:
+    check_rows("local descriptors", local)
+    check_rows("remote descriptors", remote)
+    if len(local) != len(remote):
+        raise RequestError(f"{len(local)} local and {len(remote)} remote descriptors")
+
+
+def _making(
     peer: Peer,
     local: NDArray[np.uint64],
     remote: NDArray[np.uint64],
@@ -519,11 +552,7 @@ def _reads_of(
     local_memory: Memory,
     remote_memory: Memory,
 ) -> Callable[[NixlAgent], NixlHandle]:
-    """Check the rows of a read, and return a function that makes it."""
-    check_rows("local descriptors", local)
-    check_rows("remote descriptors", remote)
-    if len(local) != len(remote):
-        raise RequestError(f"{len(local)} local and {len(remote)} remote descriptors")
+    """Return a function that makes a read of checked rows."""
 
     def make(nixl: NixlAgent) -> NixlHandle:
         local_descriptors = make_descriptors(nixl, local, local_memory)

@@ -15,12 +15,17 @@ from kvhma.nixl.library import NixlAgent, translate
 
 
 class RegisteredMemory:
-    """Ranges of bytes by kind of memory and device, without overlap. Not thread-safe by itself."""
+    """Ranges of bytes by kind of memory and device, without overlap. Not thread-safe by itself.
+
+    Attributes:
+        longest: bytes of the longest range.
+    """
 
     def __init__(self) -> None:
         """Begin without memory."""
         self._ranges: dict[tuple[Memory, int], list[tuple[int, int]]] = {}
         self.registrations: list[Any] = []
+        self.longest = 0
 
     def covers(self, region: Region) -> bool:
         """Whether all of a region is registered.
@@ -64,6 +69,7 @@ class RegisteredMemory:
                 raise translate(exc, f"cannot register {region}") from exc
             ranges = self._ranges.setdefault((region.memory, region.device), [])
             insort(ranges, (region.base, region.base + region.bytes))
+            self.longest = max(self.longest, region.bytes)
 
     def deregister_all(self, nixl: NixlAgent) -> None:
         """Deregister everything; memory that NIXL cannot deregister ends with its agent."""

@@ -12,6 +12,7 @@ from kvhma.geometry import Geometry
 from kvhma.nixl.arrays import row_of
 from kvhma.nixl.handshake import HandshakePayload
 from kvhma.nixl.library import NixlAgent, make_descriptors, translate
+from kvhma.nixl.window import ReadWindow
 
 
 @dataclass(eq=False)
@@ -26,6 +27,7 @@ class Peer:
         payload: the fields of its handshake payload, including its incarnation and its engine's extra bytes.
         gone: why it can no longer be read; None while it is connected.
         is_warm: whether the connection is set up, from a first read on.
+        window: bounds the bytes in flight from it. None if the transport does not need that, which a warm peer shows.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Peer:
     payload: HandshakePayload = field(repr=False)
     gone: str | None = None
     is_warm: bool = False
+    window: ReadWindow | None = field(default_factory=ReadWindow, repr=False)
 
 
 def metadata_start(name: str) -> bytes:

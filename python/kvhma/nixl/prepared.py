@@ -18,7 +18,7 @@ from kvhma.lowlevel import expand_views
 from kvhma.nixl.library import LOCAL_SIDE, NixlAgent, NixlHandle
 from kvhma.nixl.peer import Peer
 from kvhma.nixl.session import Session
-from kvhma.nixl.transfer import InFlight, TransferHandle
+from kvhma.nixl.transfer import InFlight, Piece, TransferHandle
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class PreparedRead:
         with self._lock:
             if self._last is not None and not self._last.finished:
                 raise RequestError("a prepared read was posted again before it had ended")
-            self._last = self._in_flight.start(self.peer, self.count, lambda _: self._kept_handle(), kept=True)
+            self._last = self._in_flight.start(self.peer, self.count, [Piece(lambda _: self._kept_handle())], kept=True)
             return self._last
 
     def _kept_handle(self) -> NixlHandle:

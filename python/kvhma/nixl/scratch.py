@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An agent's own memory for warming up connections."""
+"""An agent's own memory for the first reads of a connection."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 from kvhma.geometry import Region
 from kvhma.nixl.peer import Peer
 
-_BYTES = 4096
+_BYTES = 1 << 16
+"""So many that nothing else that the process receives meanwhile looks like them."""
 
 
 class Scratch:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -14,6 +15,7 @@ from kvhma.errors import KvhmaError, PeerLostError, RequestError, TransferError
 from kvhma.nixl.library import NixlAgent, NixlHandle, translate
 from kvhma.nixl.peer import Peer
 from kvhma.nixl.session import Session
+from kvhma.nixl.window import ReadWindow
 
 _LONGEST_SLEEP = 1e-3
 _DRAIN_SLEEP = 5e-4
@@ -36,6 +38,39 @@ class Telemetry(NamedTuple):
     post_us: int = 0
     transfer_us: int = 0
 
+    @classmethod
+    def sum_pieces(cls, pieces: Sequence[Telemetry]) -> Telemetry:
+        """Return the measurements of a transfer from those of its pieces."""
+        start_us = min(piece.start_us for piece in pieces)
+        return cls(
+            sum(piece.descriptors for piece in pieces),
+            sum(piece.nbytes for piece in pieces),
+            start_us,
+            sum(piece.post_us for piece in pieces),
+            max(piece.start_us + piece.transfer_us for piece in pieces) - start_us,
+        )
+
+
+class Piece(NamedTuple):
+    """A part of a transfer that is posted at once.
+
+    Attributes:
+        make: makes NIXL's handle, or returns an existing one.
+        nbytes: bytes that it takes of the peer's window; 0 without one.
+    """
+
+    make: Callable[[NixlAgent], NixlHandle]
+    nbytes: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class MadePiece:
+    """A piece that NIXL has a handle of; when it was posted, on the monotonic clock."""
+
+    handle: NixlHandle
+    nbytes: int
+    posted_at: float = 0.0
+
 
 @dataclass(eq=False, repr=False, slots=True)
 class TransferHandle:
@@ -53,22 +88,25 @@ class TransferHandle:
         telemetry: NIXL's measurements once the transfer is done. None before, after a failure, and if NIXL's
             environment disables it.
         aborted: whether :meth:`abort` was called in time.
+        finished: whether it ended, successful or not; nothing writes to its destination any more.
     """
 
     peer: Peer
-    _work: tuple[NixlAgent, NixlHandle] | None
     _owner: InFlight
-    telemetry: Telemetry | None = None
+    _nixl: NixlAgent
+    _unposted: deque[MadePiece]
     _kept: bool = False
     """Whether NIXL's handle belongs to a :class:`kvhma.nixl.PreparedRead`, which posts it again."""
+    _window: ReadWindow | None = None
+    _notif: bytes = b""
+    """Sent once all pieces are done. NIXL sends that of a transfer of one piece itself."""
+    telemetry: Telemetry | None = field(default=None, init=False)
     aborted: bool = field(default=False, init=False)
+    finished: bool = field(default=False, init=False)
+    _posted: deque[MadePiece] = field(default_factory=deque, init=False)
+    _measured: list[Telemetry | None] = field(default_factory=list, init=False)
     _error: KvhmaError | None = field(default=None, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
-
-    @property
-    def finished(self) -> bool:
-        """Whether it ended, successful or not; nothing writes to its destination any more."""
-        return self._work is None
 
     def poll(self) -> Literal["running", "done"]:
         """Make progress and return the state.
@@ -79,9 +117,7 @@ class TransferHandle:
         """
         with self._lock:
             self._step()
-        if self._error is not None:
-            raise self._error
-        return "done" if self.finished else "running"
+        return "done" if self._has_succeeded() else "running"
 
     def wait(self, timeout: float) -> bool:
         """Poll for at most `timeout` seconds; return whether it is done, False if it is still running.
@@ -114,18 +150,21 @@ class TransferHandle:
             return not self.finished
 
     def post(self) -> None:
-        """Post the transfer; the agent does this once.
+        """Post the transfer, as far as there is room; the agent does this once.
 
         Raises:
             PeerLostError: the peer is gone.
-            TransferError: NIXL cannot start it, or it has ended.
+            TransferError: NIXL cannot start it.
         """
         with self._lock:
-            if self._work is None:
-                raise TransferError("the transfer has ended")
-            self._step(first=True)
-        if self._error is not None:
+            self._step()
+        self._has_succeeded()
+
+    def _has_succeeded(self) -> bool:
+        """Return whether it is done; raise its error if it has ended with one."""
+        if self.finished and self._error is not None:
             raise self._error
+        return self.finished
 
     def drive(self) -> bool:
         """Make progress unless another thread does; return whether the transfer has ended."""
@@ -136,34 +175,77 @@ class TransferHandle:
                 self._lock.release()
         return self.finished
 
-    def _step(self, *, first: bool = False) -> None:
-        """Post it, or ask for its state."""
-        if self._work is None:
-            return
-        nixl, handle = self._work
+    def _step(self) -> None:
+        """Ask for the state of what is posted, and post what there is room for."""
+        # The peer serves them in order, and each question takes the transport's lock.
+        while self._posted and self._advance(self._posted[0], self._nixl.check_xfer_state, "lost"):
+            pass
+        while self._unposted and self._error is None and self._may_post(self._unposted[0].nbytes):
+            piece = self._unposted.popleft()
+            piece.posted_at = time.monotonic()
+            self._posted.append(piece)
+            self._advance(piece, self._nixl.transfer, "cannot start")
+        if self._window is not None and (self._error is not None or not self._unposted):
+            self._window.leave(self)
+        if not self.finished and not self._posted and (self._error is not None or not self._unposted):
+            self._end()
+
+    def _may_post(self, nbytes: int) -> bool:
+        if self._window is None:
+            return True
+        if not self._window.take_room(self, nbytes):
+            return False
         try:
-            status = nixl.transfer(handle) if first else nixl.check_xfer_state(handle)
+            self._owner.check_usable(self.peer)
+        except KvhmaError as error:
+            self._window.return_room(nbytes, 0.0)
+            self._error = error
+            return False
+        return True
+
+    def _advance(self, piece: MadePiece, call: Callable[[NixlHandle], str], failed: str) -> bool:
+        """Post a piece, or ask for its state; return whether it has ended."""
+        try:
+            status = call(piece.handle)
         except Exception as exc:
             # The agent never removes a peer with a transfer. So "not found" means that NIXL removed the peer itself, as
             # newer versions do when a transfer finds it disconnected. Then the endpoint has failed, and all its
             # transfers with it.
             gone = type(exc).__name__ == "nixlNotFoundError"
-            what = f"transfer from {self.peer.name!r} {'cannot start' if first else 'lost'}"
-            self._end(translate(exc, what, PeerLostError if gone else TransferError))
-            return
-        if status == "DONE":
-            self.telemetry = self._owner.measure(nixl, handle)
-            self._end(None)
-        elif status != "PROC":
-            self._end(TransferError(f"transfer from {self.peer.name!r}: NIXL reports {status}"))
+            what = f"transfer from {self.peer.name!r} {failed}"
+            self._error = self._error or translate(exc, what, PeerLostError if gone else TransferError)
+        else:
+            if status == "PROC":
+                return False
+            if status == "DONE":
+                self._measured.append(self._owner.measure(self._nixl, piece.handle))
+            else:
+                error = TransferError(f"transfer from {self.peer.name!r}: NIXL reports {status}")
+                self._error = self._error or error
+        self._posted.remove(piece)
+        if self._window is not None:
+            self._window.return_room(piece.nbytes, time.monotonic() - piece.posted_at)
+        if not self._kept:
+            self._owner.release(piece.handle)
+        return True
 
-    def _end(self, error: KvhmaError | None) -> None:
-        if self._work is not None and not self._kept:
-            with contextlib.suppress(Exception):  # it has ended; NIXL lists what it cannot release yet
-                self._work[1].release()
-        self._error = error
-        self._work = None
-        self._owner.ended(self, error)
+    def _end(self) -> None:
+        while self._unposted:
+            self._owner.release(self._unposted.popleft().handle)
+        if self._error is None:
+            self._succeed()
+        self.finished = True
+        self._owner.ended(self, self._error)
+
+    def _succeed(self) -> None:
+        measured = [telemetry for telemetry in self._measured if telemetry is not None]
+        if len(measured) == len(self._measured):
+            self.telemetry = Telemetry.sum_pieces(measured)
+        if self._notif:
+            try:
+                self._nixl.send_notif(self.peer.name, self._notif)
+            except Exception as exc:
+                self._error = translate(exc, f"cannot notify {self.peer.name!r}")
 
 
 class InFlight:
@@ -180,15 +262,16 @@ class InFlight:
         self._telemetry = True
 
     def start(
-        self, peer: Peer, count: int, make: Callable[[NixlAgent], NixlHandle], *, kept: bool = False
+        self, peer: Peer, count: int, pieces: Sequence[Piece], notif: bytes = b"", *, kept: bool = False
     ) -> TransferHandle:
         """Make and post a transfer.
 
         Args:
             peer: the owner of the memory that is read.
             count: number of descriptors, for messages.
-            make: makes NIXL's handle, or returns an existing one.
-            kept: whether the handle survives the end of the transfer.
+            pieces: in the order in which they are posted. Those with bytes wait for room in the peer's window.
+            notif: message to the peer once all of them are done; empty for no message.
+            kept: whether the handles survive the end of the transfer.
 
         Raises:
             RequestError: NIXL refuses the descriptors. Nothing was started.
@@ -197,9 +280,30 @@ class InFlight:
         """
         with self._session.lock:
             nixl = self._session.usable(peer)
-            transfer = TransferHandle(peer, (nixl, self.handle_of(nixl, peer, count, make)), self, _kept=kept)
+            handles: deque[MadePiece] = deque()
+            try:
+                for make, nbytes in pieces:
+                    handles.append(MadePiece(self.handle_of(nixl, peer, count, make), nbytes))
+            except KvhmaError:
+                for piece in handles:
+                    self.release(piece.handle)
+                raise
+            window = peer.window if any(piece.nbytes for piece in handles) else None
+            transfer = TransferHandle(peer, self, nixl, handles, kept, window, notif)
+            if window is not None:
+                window.enter(transfer)
             self._running.add(transfer)
         transfer.post()
+        return transfer
+
+    def start_nothing(self, peer: Peer) -> TransferHandle:
+        """Return a transfer without bytes, which has ended: NIXL has no empty transfers.
+
+        Raises:
+            PeerLostError: the peer is gone.
+        """
+        transfer = TransferHandle(peer, self, self._session.usable(peer), deque())
+        transfer.telemetry, transfer.finished = Telemetry(0, 0), True
         return transfer
 
     def handle_of(self, nixl: NixlAgent, peer: Peer, count: int, make: Callable[[NixlAgent], NixlHandle]) -> NixlHandle:
@@ -211,6 +315,21 @@ class InFlight:
         except Exception as exc:
             what = f"cannot read {count} descriptors of {peer.name!r} within registered memory"
             raise self._session.failure(exc, what, peer, RequestError) from exc
+
+    def check_usable(self, peer: Peer) -> None:
+        """Check that a peer can still be read.
+
+        Raises:
+            PeerLostError: the peer is gone.
+            TransferError: the agent is closed, or is closing.
+        """
+        self._session.usable(peer)
+
+    @staticmethod
+    def release(handle: NixlHandle) -> None:
+        """Release NIXL's handle of a transfer that is not in flight."""
+        with contextlib.suppress(Exception):  # NIXL lists what it cannot release yet
+            handle.release()
 
     @property
     def is_running(self) -> bool:

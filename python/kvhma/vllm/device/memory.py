@@ -18,7 +18,7 @@ from kvhma.tensors.storages import Storages
 from kvhma.vllm.device.accelerator import Accelerator, device_of
 from kvhma.vllm.device.cache_device import CacheDevice
 
-_SCRATCH_BYTES = 4096
+_SCRATCH_BYTES = 1 << 16
 
 
 class Memory(Protocol):
