@@ -26,9 +26,6 @@ from support.engines.engine import shared_memory
 AFTERMATH = 30.0
 """Seconds for which an event at an engine explains a refusal: transports notice a dead peer that late."""
 
-UCX_END = re.compile(r"ucp_request\.inl:\d+ +Fatal: unexpected error: Endpoint timeout|ucp_worker_discard_uct_ep")
-"""What UCX writes when it ends an engine that has lost a connection from a reader: docs/security-agents.md."""
-
 READY_SECONDS = 180.0
 COUNTED = (
     "load_seconds",
@@ -114,9 +111,6 @@ class Slot:
 
     def note_crash(self) -> None:
         who = f"{self.name}, life {self.life}"
-        if words := UCX_END.search(self.engine.log.read_text(errors="replace")):
-            self.journal.note("fact", text=f"{who}, was ended by UCX: {words[0]}")
-            return
         self.journal.note("crash", text=f"{who}, ended by itself, see {self.engine.log.name}: {last_words(self)}")
 
     def explains(self, since: float, until: float) -> bool:
