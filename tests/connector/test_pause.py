@@ -85,7 +85,7 @@ def test_a_kept_answer_ends_with_the_caches(chat):
     assert not chat.d.kvhma.kept_turns.is_settling
     assert not kept(chat.d.kvhma)
     chat.turn(chat.words(100))
-    assert chat.d.counted("answers") == {"given up": 2}
+    assert list(chat.d.counted("answers").values()) == [2]
 
 
 @pytest.mark.parametrize("state", ["computing", "handed off"])
