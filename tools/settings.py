@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of the connector's settings in docs/vllm-settings.md, made of the rows of kvhma.vllm.config.settings.
+"""The table of the connector's settings in docs/vllm-settings.md, made of the rows of kvhma.vllm.config.settings.
 
-python tools/settings.py    # writes the tables of the page anew
+python tools/settings.py    # writes the table of the page anew
 """
 
 from __future__ import annotations
@@ -11,32 +11,26 @@ from pathlib import Path
 
 from marks import Marks
 
-from kvhma.vllm.config.settings import deprecated_rows, rows
+from kvhma.vllm.config.settings import rows
 
 PAGE = Path(__file__).parents[1] / "docs" / "vllm-settings.md"
-DEPRECATED = (
-    "**Deprecated.** These settings have effect in this release, and the engine warns when it starts. The next\n"
-    "release ignores them:"
-)
 MARKS = Marks(PAGE.name, "<!-- settings: made by tools/settings.py -->", "<!-- end of settings -->")
 
 
-def tables() -> str:
-    """Return the settings as Markdown: those that stay, then the deprecated ones."""
+def table() -> str:
+    """Return the settings as Markdown."""
     lines = ["| setting | default | values | |", "|---|---|---|---|"]
     lines += [f"| `{name}` | {row.shown} | {row.kind.expected} | {row.meaning} |" for name, row in rows().items()]
-    lines += ["", DEPRECATED, "", "| deprecated | what holds without it | |", "|---|---|---|"]
-    lines += [f"| `{name}` | {row.decided} | [why]({row.reasons}) |" for name, row in deprecated_rows().items()]
     return "\n".join(lines)
 
 
 def filled(page: str) -> str:
-    """Return the page with the tables of today.
+    """Return the page with the table of today.
 
     Raises:
-        ValueError: it has no place for the tables.
+        ValueError: it has no place for the table.
     """
-    return MARKS.filled(page, f"\n{tables()}\n")
+    return MARKS.filled(page, f"\n{table()}\n")
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ from kvhma.errors import SettingsError
 from kvhma.versions import VLLM
 from kvhma.vllm import KvhmaConnector
 from kvhma.vllm import connector as connector_module
+from kvhma.vllm.config import engine_config
 from support.cache.engine import own_config_of
 
 
@@ -102,44 +103,49 @@ def test_the_log_says_in_one_line_which_settings_of_upstream_change_nothing(log)
     assert "own connector" not in log(enforce_handshake_compat=True)
 
 
-def test_the_log_says_in_one_line_which_settings_the_next_release_ignores(log):
-    line = warning(log(load_retries=0, host_staged=True), "deprecated")
-    assert "which the next release ignores: load_retries (D retries a load once" in line
-    assert "host_staged (blocks go through host memory if vLLM's kv_buffer_device is cpu" in line
-    assert "deprecated" not in log(kv_lease_duration=20)
+class RecordedAgent:
+    """Records the options that agents are made with, and which of them prewarm."""
+
+    def __init__(self, name, options, **more):
+        self.made.append(options)
+
+    def prewarm_transport(self):
+        self.prewarmed.append(True)
+
+
+@pytest.fixture
+def agents(monkeypatch):
+    monkeypatch.setattr(RecordedAgent, "made", [], raising=False)
+    monkeypatch.setattr(RecordedAgent, "prewarmed", [], raising=False)
+    monkeypatch.setattr(connector_module, "Agent", RecordedAgent)
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    return RecordedAgent
 
 
 @pytest.mark.parametrize(
-    ("host", "on_host", "given", "prewarmed"),
-    [
-        ("localhost", True, {}, True),
-        ("10.0.0.1", True, {}, False),
-        ("localhost", False, {}, False),
-        ("10.0.0.1", False, {"prewarm": True}, True),
-        ("localhost", True, {"prewarm": False}, False),
-    ],
+    ("host", "on_host", "prewarms"), [("localhost", True, True), ("10.0.0.1", True, False), ("localhost", False, False)]
 )
-def test_engines_of_one_host_prewarm_their_transport(monkeypatch, host, on_host, given, prewarmed):
-    calls = []
-
-    class Agent:
-        def __init__(self, *of, **more):
-            pass
-
-        def prewarm_transport(self):
-            calls.append("prewarm")
-
-    monkeypatch.setattr(connector_module, "Agent", Agent)
-    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-    connector(KVConnectorRole.WORKER, side_channel_host=host, **given)._agent("p", b"key", on_host=on_host)
-    assert calls == ["prewarm"] * prewarmed
+def test_engines_of_one_host_prewarm_their_transport(agents, host, on_host, prewarms):
+    connector(KVConnectorRole.WORKER, side_channel_host=host)._agent("p", b"key", on_host=on_host)
+    assert agents.prewarmed == [True] * prewarms
 
 
-def test_the_log_says_that_answers_do_not_go_through_host_memory(log):
+@pytest.mark.parametrize(
+    ("on_host", "role", "delay"),
+    [(True, "kv_both", 100_000), (True, "kv_producer", 1000), (False, "kv_consumer", 1000)],
+)
+def test_the_progress_thread_sleeps_longer_where_the_reader_copies(agents, on_host, role, delay):
+    worker = connector(KVConnectorRole.WORKER)
+    worker._kv_transfer_config.kv_role = role
+    worker._agent("d", b"key", on_host=on_host)
+    assert [options.progress_delay_us for options in agents.made] == [delay]
+
+
+def test_the_log_says_that_answers_do_not_go_through_host_memory(log, monkeypatch):
     assert "has no effect" not in log(bidirectional_kv_xfer=True)
-    assert "bidirectional_kv_xfer has no effect: blocks go through host memory" in log(
-        bidirectional_kv_xfer=True, host_staged=True
-    )
+    monkeypatch.setattr(engine_config, "host_staged", lambda config: True)
+    said = log(bidirectional_kv_xfer=True)
+    assert "bidirectional_kv_xfer has no effect: blocks go through host memory" in said
 
 
 @pytest.mark.parametrize("version", ["0.34.0", "1.0.0rc1", "0.34.1.dev7+cpu"])

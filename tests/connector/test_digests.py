@@ -28,6 +28,7 @@ from kvhma.vllm.device.memory import DeviceMemory
 from kvhma.vllm.failures import Failure
 from kvhma.vllm.holds import lease_table
 from kvhma.vllm.holds.lease_table import LeaseTable
+from kvhma.vllm.loads import decode
 from kvhma.vllm.metadata import LoadDigest, LocalWorkerIdentity, WorkerReport
 from kvhma.vllm.peers.worker_context import WorkerContext
 from kvhma.vllm.reads import read_steps
@@ -203,6 +204,11 @@ def all_released(p: Engine, *others: Engine) -> None:
 
 
 @pytest.fixture
+def no_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "LOAD_RETRIES", 0)
+
+
+@pytest.fixture
 def engines() -> Iterator[Any]:
     made: list[Engine] = []
 
@@ -236,10 +242,11 @@ def test_loads_are_compared_whatever_the_ranks(engines: Any, theirs: int, ours: 
         (3, 31, "ssm layers"),
     ],
 )
+@pytest.mark.usefixtures("no_retries")
 def test_a_spoiled_block_of_each_kind_fails_the_load(
     engines: Any, theirs: int, ours: int, region: int, block: int, said: str
 ) -> None:
-    p, d = engines(theirs, content_digests="all"), engines(ours, content_digests="all", load_retries=0)
+    p, d = engines(theirs, content_digests="all"), engines(ours, content_digests="all")
     params = prefill(p, summed=True)
     spoil(p.ranks[0], region, block)
     assert not loads(d, params, p)
@@ -283,10 +290,11 @@ def test_a_share_of_the_requests(engines: Any) -> None:
     assert 20 < chosen < 90
 
 
+@pytest.mark.usefixtures("no_retries")
 def test_a_digest_may_be_later_than_one_reply(engines: Any) -> None:
     """P's steps may take seconds on a machine that is overloaded, and the sums come with its steps."""
     p = engines(1, content_digests="all", handshake_timeout=0.5)
-    d = engines(1, content_digests="all", handshake_timeout=0.5, load_retries=0)
+    d = engines(1, content_digests="all", handshake_timeout=0.5)
     handed_off = prefill(p)
     late = threading.Timer(1.0, lambda: until(lambda: p.step() or not p.scheduler.prefill.digests.is_waiting))
     late.start()
@@ -308,9 +316,10 @@ def test_a_p_that_does_not_answer_does_not_prolong_the_wait() -> None:
         read_steps._answered(read)
 
 
+@pytest.mark.usefixtures("no_retries")
 def test_a_digest_that_never_comes_fails_the_load(engines: Any) -> None:
     p = engines(1, content_digests="all")
-    d = engines(1, content_digests="all", handshake_timeout=0.3, load_retries=0)
+    d = engines(1, content_digests="all", handshake_timeout=0.3)
     assert not loads(d, prefill(p))  # P takes no step
     assert d.failures["r"].cause == "digest"
     assert "has announced a digest of 'at p' and does not have it" in d.failures["r"].text
@@ -353,8 +362,9 @@ def test_digests_that_an_answer_has_no_room_for_come_with_another(monkeypatch: p
     leases.note_content(LeaseKey("gone", 1), b"")  # its lease has ended meanwhile
 
 
+@pytest.mark.usefixtures("no_retries")
 def test_one_rank_that_fails_keeps_no_other_waiting(engines: Any) -> None:
-    p, d = engines(1, content_digests="all"), engines(2, content_digests="all", load_retries=0)
+    p, d = engines(1, content_digests="all"), engines(2, content_digests="all")
     begin(d, prefill(p))
     d.ranks[0].worker.start_loads(d.scheduler.on_step(STEP))
     d.report(WorkerReport({"r": Failure("transfer", "lost", transient=True)}), set(), set())

@@ -19,7 +19,6 @@ from kvhma.versions import series
 from kvhma.vllm.caches.formats import Writer
 from kvhma.vllm.config import engine_config
 from kvhma.vllm.config.engine_config import check_config, writer_of
-from kvhma.vllm.config.settings import Settings
 from support.attention_backends import fake_backend
 
 
@@ -87,10 +86,10 @@ def test_context_parallelism():
     ids=str,
 )
 def test_where_no_answers_are_kept(monkeypatch, changes, why):
-    monkeypatch.setattr(engine_config, "host_staged", lambda config, settings: False)
-    assert engine_config.no_answers(config(**changes), Settings()) == why
-    monkeypatch.setattr(engine_config, "host_staged", lambda config, settings: True)
-    assert engine_config.no_answers(config(**changes), Settings()) == "blocks go through host memory"
+    monkeypatch.setattr(engine_config, "host_staged", lambda config: False)
+    assert engine_config.no_answers(config(**changes)) == why
+    monkeypatch.setattr(engine_config, "host_staged", lambda config: True)
+    assert engine_config.no_answers(config(**changes)) == "blocks go through host memory"
 
 
 class Gpu:

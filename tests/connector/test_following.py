@@ -13,6 +13,7 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 
 from kvhma._kvhma import text_to_ids
 from kvhma.vllm.holds.offers import OfferState
+from kvhma.vllm.loads import following
 from kvhma.vllm.loads.ticket_follower import TicketQuestion
 from kvhma.vllm.metadata import WorkerReport
 from support.schedulers import BUSY, STEP, blocks, manager, output, request, scheduler, tables
@@ -95,6 +96,11 @@ class Prefill:
         }
 
 
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(following, "PIECE_TOKENS", 16)
+
+
 @pytest.fixture
 def p():
     made = Prefill()
@@ -104,7 +110,7 @@ def p():
 
 @pytest.fixture
 def d():
-    made = scheduler(ranks=1, piece_tokens=16)
+    made = scheduler(ranks=1)
     yield made
     made.close()
 
@@ -487,7 +493,7 @@ def test_with_nothing_to_compute_d_waits_for_news(p, d, monkeypatch):
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_data_parallel_engines_do_not_wait_for_news(p, waits):
-    with contextlib.closing(scheduler(ranks=1, piece_tokens=16, may_wait=waits)) as d:
+    with contextlib.closing(scheduler(ranks=1, may_wait=waits)) as d:
         p.add()
         followed(d, p)
         news = d.decode._following._followers.progressed

@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
+from kvhma.vllm.loads import following
 from kvhma.vllm.metadata import WorkerReport
 from support.schedulers import STEP, manager, output, request, scheduler
 from support.tries import RUNS
@@ -30,7 +31,8 @@ class Machine:
 
     def __init__(self, seed):
         self.rng = random.Random(f"following {seed}")
-        self.p, self.d = scheduler(), scheduler(ranks=1, piece_tokens=SIZE * self.rng.randrange(1, 4))
+        self.piece_tokens = SIZE * self.rng.randrange(1, 4)
+        self.p, self.d = scheduler(), scheduler(ranks=1)
         self.ticket = f"{seed:032x}"
         self.p.context.manager = manager(
             get_blocks=lambda name: SimpleNamespace(
@@ -229,10 +231,11 @@ def run(machine):
 
 
 @pytest.mark.timeout(600)
-def test_what_is_taken_for_loaded_is_what_p_has_computed():
+def test_what_is_taken_for_loaded_is_what_p_has_computed(monkeypatch):
     ends, pieces = {}, 0
     for seed in range(RUNS):
         machine = Machine(seed)
+        monkeypatch.setattr(following, "PIECE_TOKENS", machine.piece_tokens)
         try:
             how, read = run(machine)
             ends[how] = ends.get(how, 0) + 1

@@ -36,6 +36,7 @@ from kvhma.tensors import indices
 from kvhma.tensors.storages import Storages
 from kvhma.vllm import KvhmaConnector, connector
 from kvhma.vllm.caches.formats import Writer
+from kvhma.vllm.config import engine_config
 from kvhma.vllm.device import accelerator, memory, staging
 from kvhma.vllm.device.slots import SlotRanges
 from kvhma.vllm.holds.lease_table import LeaseTable
@@ -62,6 +63,8 @@ from support.simulated_device import (
 )
 from support.waiting import until
 
+pytestmark = pytest.mark.usefixtures("exact_plans")
+
 BLOCKS, BLOCK, LAYERS = 8, 16, ("a", "b")
 TOKENS = 2 * BLOCK + 5
 THEIRS, OURS = [3, 1, 6], [2, 7, 4]
@@ -85,7 +88,7 @@ def device(monkeypatch):
 class Engine:
     """A worker's part of the connector, over caches that report being on the device by default."""
 
-    def __init__(self, name, *, data_parallel_size=1, place=on_device, **extra):
+    def __init__(self, name, *, data_parallel_size=1, place=on_device, buffer="cpu", **extra):
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
         raw = torch.empty(len(LAYERS) * BLOCKS * spec.page_size_bytes, dtype=torch.int8)
         raw.random_(generator=torch.Generator().manual_seed(len(name)))
@@ -98,8 +101,9 @@ class Engine:
         # As bits: some random floats are NaN, which equals nothing.
         self.caches = [view.view(torch.int16) for view in views]
         config = copy.deepcopy(vllm_config_of(name, False, "kv_both"))
-        extra |= {"model_id": "tiny", "descriptor_bytes": 0, "handshake_timeout": 10}
+        extra |= {"model_id": "tiny", "handshake_timeout": 10}
         config.kv_transfer_config.kv_connector_extra_config |= extra
+        config.kv_transfer_config.kv_buffer_device = buffer
         config.parallel_config.data_parallel_size = data_parallel_size
         groups = [KVCacheGroupSpec(list(LAYERS), spec)]
         self.connector = KvhmaConnector(config, KVConnectorRole.WORKER, KVCacheConfig(BLOCKS, [tensor], groups))
@@ -436,9 +440,10 @@ def test_what_was_launched_is_waited_for_if_the_rest_raises(copies, monkeypatch)
     assert raised == [True]
 
 
-def test_a_load_through_the_host_is_reported_when_its_blocks_are_there(copies, start):
+def test_a_load_through_the_host_is_reported_when_its_blocks_are_there(copies, start, monkeypatch):
     """Other loads are reported meanwhile: no thread waits for the device."""
-    p, d = start(Prefill, host_staged=True), start(Engine, "d", host_staged=True)
+    monkeypatch.setattr(engine_config, "HOST", "host")
+    p, d = start(Prefill, buffer="host"), start(Engine, "d", buffer="host")
     before = [cache.clone() for cache in d.caches]
     expected = expected_after_loading(p, before, TOKENS)
     slots = (Span(0, [2, 3, 1]),)

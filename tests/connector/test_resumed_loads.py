@@ -2,6 +2,7 @@
 """Loads that lose their connection to P: D keeps what it read, and reads the rest again only once P is back."""
 
 import contextlib
+import functools
 import itertools
 
 import numpy as np
@@ -16,6 +17,7 @@ from kvhma.geometry import Span
 from kvhma.nixl import Agent, window
 from kvhma.nixl.window import ReadWindow
 from kvhma.vllm.metadata import StepMetadata
+from kvhma.vllm.peers import prefill_engines
 from kvhma.vllm.reads import read_parts, read_steps
 from kvhma.vllm.reads.read_parts import parts_of
 from support.waiting import until
@@ -44,7 +46,8 @@ def p():
 @pytest.fixture
 def d(monkeypatch):
     monkeypatch.setattr(read_parts, "PART_BYTES", PAGE)
-    with contextlib.closing(Decode(max_descriptors=PAGES)) as made:
+    monkeypatch.setattr(prefill_engines, "make_plan", functools.partial(plan, max_descriptors=PAGES))
+    with contextlib.closing(Decode()) as made:
         yield made
 
 

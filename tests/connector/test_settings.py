@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from kvhma.errors import SettingsError
-from kvhma.vllm.config.settings import Settings, deprecated_rows, rows
+from kvhma.vllm.config.settings import Settings, rows
 from kvhma.vllm.wire.params import Address
 from support.programs import program
 
@@ -13,13 +13,6 @@ WILDCARDS = ["0.0.0.0", "::", "0", "0x0", "0.0", "::ffff:0.0.0.0", "0:0::0", "::
 
 def test_defaults():
     assert Settings.read({}) == Settings()
-
-
-@pytest.mark.parametrize(
-    ("given", "copies", "delay"), [({}, True, 100_000), ({}, False, 1000), ({"progress_delay_us": 0}, True, 0)]
-)
-def test_the_progress_thread_sleeps_longer_where_the_reader_copies(given, copies, delay):
-    assert Settings.read(given).progress_delay(copies=copies) == delay
 
 
 def test_given():
@@ -47,8 +40,8 @@ def test_addresses():
         ({"kv_lease_duration": 0}, "kv_lease_duration is 0.*1..86400"),
         ({"kv_lease_duration": "5"}, "kv_lease_duration is '5'"),
         ({"kv_lease_duration": float("nan")}, "nan"),
-        ({"load_retries": 1.5}, "load_retries is 1.5, expected int"),
-        ({"load_retries": True}, "load_retries is True"),
+        ({"num_threads": 1.5}, "num_threads is 1.5, expected int 0..256"),
+        ({"num_threads": True}, "num_threads is True"),
         ({"prefill_engines": "p:5600"}, "prefill_engines is 'p:5600', expected a list of host:port"),
         ({"prefill_engines": ["p"]}, r"prefill_engines is \['p'\]"),
         ({"prefill_engines": [":5600"]}, "prefill_engines"),
@@ -69,7 +62,6 @@ def test_addresses():
         ({"net_devices": "eth0, eth1"}, "net_devices is 'eth0, eth1', expected names"),
         ({"net_devices": ["eth0"]}, "net_devices is"),
         ({"net_devices": "eth0\n"}, "net_devices is"),
-        ({"max_descriptors": 0}, "max_descriptors is 0, expected int 1..1099511627776"),
         ({"max_held_share": 0}, "max_held_share is 0, expected float 0.01..1"),
         ({"max_held_share": 1.1}, "max_held_share is 1.1"),
         ({"backends": []}, "backends is"),
@@ -83,14 +75,11 @@ def test_addresses():
         ({"advertised_host": "tcp://p"}, "advertised_host is"),
         ({"advertised_host": "p q"}, "advertised_host is"),
         *(({"advertised_host": host}, f"advertised_host is '{host}', expected one address") for host in WILDCARDS),
-        ({"progress_delay_us": 2_000_000}, "progress_delay_us is 2000000, expected int 0..1000000"),
+        ({"max_peers": 4097}, "max_peers is 4097, expected int 1..4096"),
         ({"engine_ttl": "1h"}, "engine_ttl is '1h', expected float"),
         ({"bidirectional_kv_xfer": 1}, "bidirectional_kv_xfer is 1, expected bool"),
         ({"kv_recompute_threshold": -1}, "kv_recompute_threshold is -1, expected int"),
         ({"decoder_kv_blocks_ttl": 0}, "decoder_kv_blocks_ttl is 0, expected float"),
-        ({"prewarm": 1}, "prewarm is 1, expected bool"),
-        ({"switch_interval_us": 0}, "switch_interval_us is 0, expected int 10..1000000"),
-        ({"host_staged": 1}, "host_staged is 1, expected bool"),
         ({"model_id": 7}, "model_id is 7, expected 1..512 printable characters"),
         ({"model_id": ""}, "model_id is '', expected 1..512"),
         ({"model_id": "a\nb"}, "model_id is"),
@@ -204,35 +193,9 @@ def test_an_empty_text_is_none() -> None:
 
 
 def test_null_is_the_default() -> None:
-    assert Settings.read(dict.fromkeys(rows() | deprecated_rows())) == Settings()
-
-
-DEPRECATED = {
-    "load_retries": 0,
-    "max_followed_share": 0.25,
-    "piece_tokens": 16,
-    "descriptor_bytes": 0,
-    "max_descriptors": 31,
-    "progress_delay_us": 0,
-    "prewarm": True,
-    "switch_interval_us": 500,
-    "host_staged": True,
-}
-
-
-def test_deprecated_settings_have_effect_and_are_named() -> None:
-    found = Settings.read(DEPRECATED | {"kv_lease_duration": 20})
-    assert {name: getattr(found, name) for name in DEPRECATED} == DEPRECATED
-    decided = [f"{name} ({row.decided})" for name, row in deprecated_rows().items()]
-    assert list(found.deprecated) == decided
-    assert Settings.read({"kv_lease_duration": 20}).deprecated == ()
+    assert Settings.read(dict.fromkeys(rows())) == Settings()
 
 
 def test_the_table_of_settings_stays_short() -> None:
     """The engine decides what it can decide by itself; a constant has a reason instead of a setting."""
-    assert deprecated_rows().keys() == DEPRECATED.keys()
     assert len(rows()) <= 25
-    assert not rows().keys() & DEPRECATED.keys()
-    with pytest.raises(SettingsError, match="known are") as refused:
-        Settings.read({"leese": 1})
-    assert not [name for name in DEPRECATED if f"'{name}'" in str(refused.value)]

@@ -24,6 +24,7 @@ from kvhma.oracle import fill_source, fill_stale
 from kvhma.planning import live_spans
 from kvhma.vllm import connector
 from kvhma.vllm.caches.formats import Writer
+from kvhma.vllm.config import engine_config
 from kvhma.vllm.config.engine_config import staging_slots
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.device.slots import NO_SLOTS, SlotRanges, Slots
@@ -172,10 +173,12 @@ def test_loads_wait_for_slots_and_each_gets_its_own_bytes(monkeypatch):
         d.reads(p, all_slots_are_free=[1, 2, 3, 4])
 
 
+@pytest.mark.usefixtures("exact_plans")
 def test_a_hand_off_through_the_pools_of_both_engines(monkeypatch):
     monkeypatch.setattr(connector, "writer_of", lambda config: lambda layer: Writer("FLASH_ATTN", "cuda", "9.0"))
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-    staged = {"place": lambda view: view, "host_staged": True}
+    monkeypatch.setattr(engine_config, "HOST", "host")
+    staged = {"place": lambda view: view, "buffer": "host"}
     p, d = test_on_device.Prefill(**staged), test_on_device.Engine("d", **staged)
     try:
         before = [cache.clone() for cache in d.caches]
@@ -204,14 +207,14 @@ def test_a_hand_off_through_the_pools_of_both_engines(monkeypatch):
         (None, None, (0, 0)),
     ],
 )
-def test_slots_by_role(role, given, expected):
+def test_slots_by_role(monkeypatch, role, given, expected):
     """A quarter of 20 blocks would not hold the longest request: 8 and 4 blocks, and one more of each group."""
+    monkeypatch.setattr(engine_config, "host_staged", lambda config: role is not None)
     transfer = SimpleNamespace(is_kv_producer=role != "kv_consumer", is_kv_consumer=role != "kv_producer")
     config = SimpleNamespace(kv_transfer_config=transfer, model_config=SimpleNamespace(max_model_len=128))
     specs = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=size)) for size in (16, 32)]
     caches = SimpleNamespace(num_blocks=20, kv_cache_groups=specs, transfer_group_ids=(0, 1))
-    settings = Settings(host_staged=role is not None, staging_blocks=given)
-    found = staging_slots(config, caches, settings)
+    found = staging_slots(config, caches, Settings(staging_blocks=given))
     assert (len(found.reads), len(found.loads)) == expected
     assert not set(found.reads) & set(found.loads)
     assert 0 not in {*found.reads, *found.loads}

@@ -34,7 +34,7 @@ def summed(p: Engine) -> int:
 def test_one_spoilt_block_of_each_kind_of_layer_fails_the_load(
     name: str, zygote: Zygote, model: Models, tmp_path: Path
 ) -> None:
-    recomputes = kvhma(name, policy="recompute", extra=ALL | {"load_retries": 0})
+    recomputes = kvhma(name, policy="recompute", extra=ALL, constants={"kvhma.vllm.loads.decode.LOAD_RETRIES": 0})
     settings = {"p": kvhma(name, extra=ALL), "d": recomputes, "plain": arguments(name)}
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
         compare(name, p, d, plain, [33, 301])

@@ -26,7 +26,7 @@ STEP = {"max_num_batched_tokens": 100}
 SLOW = {"max_num_batched_tokens": 32, "max_num_seqs": 16}
 """P's tokens per step where a test has to act while it computes."""
 
-SMALL = {"piece_tokens": 16}
+SMALL = {"kvhma.vllm.loads.following.PIECE_TOKENS": 16}
 ALL = {"content_digests": "all"}
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
 
@@ -76,7 +76,7 @@ def new_ticket() -> str:
 def test_all_kinds_of_models(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
     settings = {
         "p": kvhma(name, **STEP),
-        "d": kvhma(name, extra=SMALL),
+        "d": kvhma(name, constants=SMALL),
         "plain": arguments(name, **STEP),
     }
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
@@ -98,8 +98,8 @@ def test_all_kinds_of_models(name: str, zygote: Zygote, model: Models, tmp_path:
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_one_rank_to_two_and_back(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
     settings = {
-        "one": kvhma(name, extra=SMALL, **STEP),
-        "two": kvhma(name, extra=SMALL, **STEP, **TWO_RANKS),
+        "one": kvhma(name, constants=SMALL, **STEP),
+        "two": kvhma(name, constants=SMALL, **STEP, **TWO_RANKS),
         "plain": arguments(name, **STEP),
     }
     with engines(zygote, model(name), tmp_path, **settings) as (one, two_ranks, plain):
@@ -118,7 +118,7 @@ def test_one_rank_to_two_and_back(name: str, zygote: Zygote, model: Models, tmp_
 def test_other_block_sizes(name: str, mine: int, theirs: int, zygote: Zygote, model: Models, tmp_path: Path) -> None:
     settings = {
         "p": kvhma(name, block_size=theirs, **STEP),
-        "d": kvhma(name, block_size=mine, extra=SMALL),
+        "d": kvhma(name, block_size=mine, constants=SMALL),
         "plain": arguments(name, **STEP),
     }
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
@@ -134,7 +134,7 @@ def test_hits_on_either_side(name: str, zygote: Zygote, model: Models, tmp_path:
     cached = {"enable_prefix_caching": True}
     settings = {
         "p": kvhma(name, **STEP, **cached),
-        "d": kvhma(name, extra=SMALL, **cached),
+        "d": kvhma(name, constants=SMALL, **cached),
         "plain": arguments(name, **STEP),
     }
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
@@ -158,7 +158,7 @@ def test_hits_on_either_side(name: str, zygote: Zygote, model: Models, tmp_path:
 
 @pytest.mark.parametrize("name", ["gemma3"])
 def test_many_at_once(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    settings = {"p": kvhma(name, **STEP), "d": kvhma(name, extra=SMALL), "plain": arguments(name, **STEP)}
+    settings = {"p": kvhma(name, **STEP), "d": kvhma(name, constants=SMALL), "plain": arguments(name, **STEP)}
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
         pair = Pair(p, d)
         many = prompts(name, [101 + 50 * index for index in range(16)])
@@ -180,7 +180,7 @@ def test_p_that_preempts_a_prompt(zygote: Zygote, model: Models, tmp_path: Path)
     name = "llama"
     settings = {
         "p": kvhma(name, block_size=32, num_gpu_blocks_override=60, max_model_len=1600, **SLOW),
-        "d": kvhma(name, extra=SMALL),
+        "d": kvhma(name, constants=SMALL),
         "plain": arguments(name, **SLOW),
     }
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
@@ -201,7 +201,7 @@ def test_p_that_preempts_a_prompt(zygote: Zygote, model: Models, tmp_path: Path)
 
 def test_d_that_comes_late_or_early(zygote: Zygote, model: Models, tmp_path: Path) -> None:
     name = "gemma3"
-    settings = {"p": kvhma(name, **STEP), "d": kvhma(name, extra=SMALL), "plain": arguments(name, **STEP)}
+    settings = {"p": kvhma(name, **STEP), "d": kvhma(name, constants=SMALL), "plain": arguments(name, **STEP)}
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
         pair = Pair(p, d)
         for first in ("p", "d"):
@@ -219,7 +219,7 @@ def test_d_that_comes_late_or_early(zygote: Zygote, model: Models, tmp_path: Pat
 def test_clients_that_hang_up(zygote: Zygote, model: Models, tmp_path: Path) -> None:
     """Either side may lose its client in any phase: no engine waits for it, and no block is held."""
     name = "gemma3"
-    with engines(zygote, model(name), tmp_path, p=kvhma(name, **STEP), d=kvhma(name, extra=SMALL)) as (p, d):
+    with engines(zygote, model(name), tmp_path, p=kvhma(name, **STEP), d=kvhma(name, constants=SMALL)) as (p, d):
         pair = Pair(p, d)
         for index, pause in enumerate([0.0, 0.005, 0.02, 0.05, 0.1] * 2):
             (prompt,) = prompts((name, index), [1601])
@@ -244,8 +244,8 @@ def test_engines_that_die(zygote: Zygote, model: Models, tmp_path: Path) -> None
     extra = {"kv_lease_duration": 3, "handshake_timeout": 1}
     settings = {
         "p": kvhma(name, extra=extra, **STEP),
-        "d": kvhma(name, policy="recompute", extra=extra | SMALL),
-        "other": kvhma(name, extra=extra | SMALL),
+        "d": kvhma(name, policy="recompute", extra=extra, constants=SMALL),
+        "other": kvhma(name, extra=extra, constants=SMALL),
         "plain": arguments(name, **STEP),
     }
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, other, plain):
@@ -271,7 +271,7 @@ def test_p_that_is_killed_in_each_phase(zygote: Zygote, model: Models, tmp_path:
     name = "gemma3"
     extra = {"kv_lease_duration": 3, "handshake_timeout": 1}
     settings = {f"p{phase}": kvhma(name, extra=extra, **SLOW) for phase in range(3)}
-    settings |= {"d": kvhma(name, policy="recompute", extra=extra | SMALL), "plain": arguments(name, **STEP)}
+    settings |= {"d": kvhma(name, policy="recompute", extra=extra, constants=SMALL), "plain": arguments(name, **STEP)}
     with engines(zygote, model(name), tmp_path, **settings) as (*ps, d, plain):
         (prompt,) = prompts(name, [1601])
         expected = plain.generate(prompt, max_tokens=16).result()
@@ -299,7 +299,7 @@ def test_p_that_begins_anew_at_the_same_address(zygote: Zygote, model: Models, t
     extra = {"side_channel_port": port}
     settings = {
         "p": kvhma(name, extra=extra, **SLOW),
-        "d": kvhma(name, policy="recompute", extra=SMALL),
+        "d": kvhma(name, policy="recompute", constants=SMALL),
         "plain": arguments(name, **STEP),
     }
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
@@ -354,10 +354,10 @@ def test_digests_of_what_was_read_in_pieces(
     name: str, ranks: int, zygote: Zygote, model: Models, tmp_path: Path
 ) -> None:
     """They agree; and a block that D read right, but that was corrupted at P before P summed it, is found."""
-    extra = SMALL | ALL | {"load_retries": 0}
+    constants = SMALL | {"kvhma.vllm.loads.decode.LOAD_RETRIES": 0}
     settings = {
         "p": kvhma(name, extra=ALL, **SLOW),
-        "d": kvhma(name, policy="recompute", extra=extra, **(TWO_RANKS if ranks == 2 else {})),
+        "d": kvhma(name, policy="recompute", extra=ALL, constants=constants, **(TWO_RANKS if ranks == 2 else {})),
         "plain": arguments(name, **STEP),
     }
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):

@@ -112,7 +112,8 @@ def test_blocks_that_must_not_be_cut_are_refused(zygote: Zygote, model: Models, 
 
 def test_through_host_memory(zygote: Zygote, model: Models, tmp_path: Path) -> None:
     name = "nemotron_h"
-    staged = kvhma(name, extra={"host_staged": True})
+    staged = kvhma(name, constants={"kvhma.vllm.config.engine_config.HOST": "host"})
+    staged["kv_transfer_config"]["kv_buffer_device"] = "host"
     settings = {"staged": staged, "direct": kvhma(name), "plain": arguments(name)}
     with engines(zygote, model(name), tmp_path, **settings) as (staged_engine, direct, plain):
         compare(name, staged_engine, direct, plain, [33, 301])

@@ -68,7 +68,7 @@ class LinkedRun(Run):
     def kinds(self, model: str) -> Kinds:
         caching = {"enable_prefix_caching": True}
         # Only P is read from: a reset can end the engine that serves a read (docs/security-agents.md).
-        settings = {"piece_tokens": 64, "bidirectional_kv_xfer": False}
+        settings = {"bidirectional_kv_xfer": False}
         return {
             "p1": (1, "recompute", settings, caching),
             "d1": (1, "recompute", settings, caching),

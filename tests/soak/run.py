@@ -26,6 +26,7 @@ from soak.samples import EVERY_SECONDS, Sampler
 from soak.schedule import Event, schedule
 from soak.site import Site
 from support.engines import Engine, EngineFailed, Zygote, engines, free_port, make_models
+from support.engines.engine_process import CONSTANTS
 from support.handoff import arguments, decode, noise, prefill
 from support.tokenizer import with_tokenizer
 
@@ -38,6 +39,7 @@ ENVIRONMENT = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
     # The queues between vLLM's processes, which are allocated as a whole here: ten times this, for each process.
     "VLLM_MQ_MAX_CHUNK_BYTES_MB": "1",
+    CONSTANTS: '{"kvhma.vllm.loads.following.PIECE_TOKENS": 64}',  # several pieces of each prompt
 }
 TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "GLOO_SOCKET_IFNAME": "lo"}
 LEASE = 10.0
@@ -99,7 +101,7 @@ class Run:
         caching = {"enable_prefix_caching": True}
         # Room for some of the requests only: they wait, are preempted, and vLLM reuses their blocks at once.
         few = {"num_gpu_blocks_override": 400 if model == "gemma3" else 60, "max_num_batched_tokens": 256}
-        cases = {"case_folder": str(self.site.disk / "cases"), "piece_tokens": 64}
+        cases = {"case_folder": str(self.site.disk / "cases")}
         # All four pairs of ranks: 1 to 2, 1 to 1, 2 to 2 and 2 to 1.
         return {
             "p1": (1, "recompute", {}, caching),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 from support.engines import REMOTE_DECODE, Answer, Engine
 from support.engines.compare import difference, distance
+from support.engines.engine_process import CONSTANTS
 
 CHUNK = 100
 """Tokens that engines of qwen3_next compute in one step."""
@@ -40,8 +42,15 @@ def arguments(name: str, **more: Any) -> dict[str, Any]:
     return {"dtype": "float32"} | more
 
 
-def kvhma(name: str, *, policy: str = "fail", extra: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    """Arguments of an engine for a tiny model, with the connector.
+def kvhma(
+    name: str,
+    *,
+    policy: str = "fail",
+    extra: dict[str, Any] | None = None,
+    constants: dict[str, Any] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Arguments of an engine for a tiny model, with the connector, whose `constants` have other values.
 
     With `KVHMA_E2E_DIGESTS=all` in the environment every load of every test is compared by digests.
     """
@@ -54,6 +63,8 @@ def kvhma(name: str, *, policy: str = "fail", extra: dict[str, Any] | None = Non
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": {"kv_lease_duration": LEASE} | extra,
     }
+    if constants:
+        more["env"] = {CONSTANTS: json.dumps(constants)} | more.get("env", {})
     return arguments(name, kv_transfer_config=config, **more)
 
 

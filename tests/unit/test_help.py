@@ -126,7 +126,7 @@ def fields(node: ast.ClassDef) -> list[str]:
 
 def is_row(value: ast.expr | None) -> bool:
     """Whether a field is a row of settings, with a text of what it means."""
-    if not isinstance(value, ast.Call) or ast.unparse(value.func) not in ("_row", "_deprecated"):
+    if not isinstance(value, ast.Call) or ast.unparse(value.func) != "_row":
         return False
     meaning = value.args[2]
     return isinstance(meaning, ast.Constant) and isinstance(meaning.value, str) and len(meaning.value) > 10

@@ -132,20 +132,6 @@ def test_settings(page: str) -> None:
     assert named <= known, named - known
 
 
-def test_operators_are_told_what_is_deprecated() -> None:
-    """Formerly a page advised to change settings that the next release ignores."""
-    rows = text_of("docs/vllm-settings.md").partition("| deprecated |")[2].partition("<!-- end")[0]
-    deprecated = set(re.findall(r"^\| `([a-z_]+)`", rows, re.MULTILINE))
-    assert len(deprecated) > 5
-    door = text_of("mkdocs.yml").partition("  - Run it:")[2].partition("  - See it:")[0]
-    for name in re.findall(r"([\w-]+)\.md", door):
-        if name == "vllm-settings":
-            continue
-        for paragraph in text_of(f"docs/{name}.md").split("\n## "):
-            named = deprecated & set(CODE.findall(paragraph))
-            assert not named or "[deprecated](vllm-settings.md#settings)" in paragraph, (name, named)
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_extras(page: str) -> None:
     extras = set(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from kvhma._kvhma import __version__ as kvhma_version
 from kvhma.errors import KvhmaError, TransferError
 from kvhma.geometry import Geometry
 from kvhma.nixl import Agent, AgentOptions, key_hash
+from kvhma.nixl.library import PROGRESS_DELAY_US, READER_PROGRESS_DELAY_US
 from kvhma.nixl.ports import listening_sockets
 from kvhma.versions import VLLM, is_newer_than_tested
 from kvhma.vllm.caches.formats import transferred_groups
@@ -101,8 +101,6 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
         check_config(vllm_config)
         check_items(vllm_config, self._settings)
-        if self._settings.switch_interval_us is not None:
-            sys.setswitchinterval(self._settings.switch_interval_us * 1e-6)
         self._secrets = Secrets.load(self._settings)
         self._engine_id = engine_id_of(vllm_config)
         self._kvhma_scheduler: KvhmaScheduler | None = None
@@ -119,7 +117,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
             _warn_of_open_access(self._settings, self._secrets, bind)
             if bind != facts.address:
                 logger.info("kvhma: the side channel listens at %s and advertises %s", bind, facts.address)
-            if self._settings.bidirectional_kv_xfer and (why := no_answers(vllm_config, self._settings)):
+            if self._settings.bidirectional_kv_xfer and (why := no_answers(vllm_config)):
                 logger.warning("kvhma: bidirectional_kv_xfer has no effect: %s", why)
             self._kvhma_scheduler = KvhmaScheduler(self._settings, self._secrets, facts)
 
@@ -276,7 +274,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         names = {name for group in groups for name in group.layer_names}
         caches = {name: cache for name, cache in kv_caches.items() if name in names}
         geometry = geometry_of(layout, caches, place, writer=writer_of(config))
-        if not host_staged(config, self._settings):
+        if not host_staged(config):
             return geometry, DeviceMemory(geometry, caches)
         staging = StagingPool(geometry, caches, staging_slots(config, layout, self._settings))
         return staging.geometry, staging
@@ -285,12 +283,14 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         settings = self._settings
         advertised = advertised_of(self._vllm_config, settings).host
         choose_devices(settings, advertised)
-        delay = settings.progress_delay(copies=on_host and self._kv_transfer_config.is_kv_consumer)
+        copies = on_host and self._kv_transfer_config.is_kv_consumer
+        delay = READER_PROGRESS_DELAY_US if copies else PROGRESS_DELAY_US
         options = AgentOptions(settings.backends, settings.num_threads, delay, package=nixl_package())
         before = listening_sockets()
         agent = Agent(f"{name}-{key_hash(public_key)}", options, public_key=public_key)
         warn_of_open_ports(listening_sockets() - before)
-        if settings.prewarms(on_host=on_host, loopback=is_loopback(advertised)):
+        # It costs a quarter of a second, and was measured to gain for host memory and peers of the same host only.
+        if on_host and is_loopback(advertised):
             try:
                 agent.prewarm_transport()
             except KvhmaError as error:
@@ -411,18 +411,13 @@ def _make_board(agent: Agent, public_key: bytes) -> LeaseBoard | None:
 
 
 def _warn_of_unusual(settings: Settings) -> None:
-    """Log, once for each engine, an untested version of vLLM, deprecated settings, and settings without effect."""
+    """Log, once for each engine, an untested version of vLLM, and settings without effect."""
     if is_newer_than_tested(vllm.__version__):
         logger.warning(
             "kvhma: vLLM %s was not tested with kvhma %s; the newest tested version is %s",
             vllm.__version__,
             kvhma_version,
             VLLM[-1],
-        )
-    if settings.deprecated:
-        logger.warning(
-            "kvhma: deprecated settings, which the next release ignores: %s. Remove them",
-            "; ".join(settings.deprecated),
         )
     if settings.ignored:
         logger.warning("kvhma: settings of vLLM's own connector without effect here: %s", "; ".join(settings.ignored))

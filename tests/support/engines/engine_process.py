@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import socket
@@ -13,6 +14,9 @@ import uuid
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+CONSTANTS = "KVHMA_E2E_CONSTANTS"
+"""In the environment of an engine: constants of kvhma by their full names, and other values for them, as JSON."""
 
 DEFAULTS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -37,6 +41,7 @@ def main(
     from support.engines import engine_core
 
     stages = {"forked": time.time() - begun}
+    _set_constants(json.loads(os.environ.get(CONSTANTS, "{}")))
     engine_core.install()
     _import_model(Path(engine_args["model"]))
     config = AsyncEngineArgs(**DEFAULTS | _typed(engine_args)).create_engine_config()
@@ -47,6 +52,14 @@ def main(
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     stages["configured"] = time.time() - begun
     asyncio.run(_serve(connection, config, stages, begun, http))
+
+
+def _set_constants(values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        module, _, constant = name.rpartition(".")
+        owner = importlib.import_module(module)
+        getattr(owner, constant)  # fails if it was renamed
+        setattr(owner, constant, value)
 
 
 def _import_model(folder: Path) -> None:

@@ -50,6 +50,9 @@ _INDEXERS = frozenset(
 
 _PLATFORMS = ("cuda", "rocm", "xpu", "cpu")
 
+HOST = "cpu"
+"""VLLM's name for host memory, as the buffer's device and as a platform."""
+
 _GROUPS_OF_STATE = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 """Names of the groups of B and C in model configurations."""
 
@@ -187,16 +190,14 @@ def nixl_package() -> str:
     return "nixl_rocm" if current_platform.is_rocm() else "nixl"
 
 
-def host_staged(config: VllmConfig, settings: Settings) -> bool:
-    """Return whether blocks go through host memory."""
-    if settings.host_staged is not None:
-        return settings.host_staged
-    return bool(_transfer_config(config).kv_buffer_device == "cpu" and current_platform.device_type != "cpu")
+def host_staged(config: VllmConfig) -> bool:
+    """Return whether blocks go through host memory: vLLM's caches are on a device, its buffer is not."""
+    return bool(_transfer_config(config).kv_buffer_device == HOST and current_platform.device_type != HOST)
 
 
 def staging_slots(config: VllmConfig, caches: KVCacheConfig, settings: Settings) -> SlotRanges:
     """Return the slots in host memory: the number of blocks in the settings, for each role of the engine."""
-    if not host_staged(config, settings):
+    if not host_staged(config):
         return NO_SLOTS
     groups = [caches.kv_cache_groups[index].kv_cache_spec for index in transferred_groups(caches)]
     # At least one request of any length fits at a time.
@@ -291,13 +292,13 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
         has_windows=not kinds.isdisjoint({"sliding", "chunked"}),
         backoff=max(int(not keeps_all), lookahead),
         recompute=_transfer_config(config).kv_load_failure_policy == "recompute",
-        host_staged=host_staged(config, settings),
+        host_staged=host_staged(config),
         staging=staging_slots(config, caches, settings),
         transfer_groups=groups,
         drafted_state=caches.has_mamba_layers and _drafted_state(config),
         drafts=config.speculative_config is not None,
         max_model_len=config.model_config.max_model_len,
-        keeps_answers=settings.bidirectional_kv_xfer and not no_answers(config, settings),
+        keeps_answers=settings.bidirectional_kv_xfer and not no_answers(config),
         positions_depend_on_items=config.model_config.uses_mrope,
         may_wait=may_wait(config),
         step_timeout=vllm.envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
@@ -325,9 +326,9 @@ def may_wait(config: VllmConfig) -> bool:
     return bool(parallel.data_parallel_size * parallel.pipeline_parallel_size == 1)
 
 
-def no_answers(config: VllmConfig, settings: Settings) -> str:
+def no_answers(config: VllmConfig) -> str:
     """Return why answers are not held for the next turns of their conversations, nor read; empty if they are."""
-    if host_staged(config, settings):
+    if host_staged(config):
         return "blocks go through host memory"
     # With several stages, or ranks that have different tokens, the end of an answer is not verified yet.
     sizes = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")

@@ -7,11 +7,9 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from kvhma.errors import SettingsError
-from kvhma.nixl.library import MAX_PROGRESS_DELAY_US, PROGRESS_DELAY_US, READER_PROGRESS_DELAY_US
-from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, DEFAULT_MAX_DESCRIPTORS
 from kvhma.vllm.config.allow_list import ANY, AllowedEngines, AllowedSources
 from kvhma.vllm.wire.params import Address
 
@@ -42,31 +40,10 @@ class Row(NamedTuple):
     meaning: str
 
 
-class DeprecatedRow(NamedTuple):
-    """A setting that has effect in this release for the last time.
-
-    Attributes:
-        kind: its values.
-        decided: what holds without it, and from the next release on with it.
-        reasons: a link to the reasons, as the page has it.
-    """
-
-    kind: Kind
-    decided: str
-    reasons: str
-
-
-_AnyRow = TypeVar("_AnyRow", Row, DeprecatedRow)
-
-
 def _row(default: Any, kind: Kind, meaning: str, shown: str | None = None) -> Any:
     if shown is None:
         shown = str(default).lower() if isinstance(default, bool) else "" if default is None else f"{default:g}"
     return field(default=default, metadata={"row": Row(kind, shown, meaning)})
-
-
-def _deprecated(default: Any, kind: Kind, decided: str, reasons: str) -> Any:
-    return field(default=default, metadata={"row": DeprecatedRow(kind, decided, reasons)})
 
 
 def _number(kind: type[int] | type[float], low: float, high: float) -> Kind:
@@ -158,7 +135,6 @@ class Settings:
     """Settings of one engine. Each field has its `Row`; the page's tables are made of them by ``tools/settings.py``.
 
     Attributes:
-        deprecated: deprecated settings that were given and still have effect, each with what holds in the next release.
         ignored: settings of vLLM's own connector that were given and have no effect here, each with the reason.
     """
 
@@ -289,62 +265,6 @@ class Settings:
         'compares its loads with the sums, unless its setting is `"off"` ([digests](digests.md))',
         shown='`"off"`',
     )
-    load_retries: int = _deprecated(
-        1,
-        _number(int, 0, 100),
-        "D retries a load once after a transient error, with policy recompute",
-        "troubleshooting.md#when-something-goes-wrong",
-    )
-    max_followed_share: float = _deprecated(
-        0.5,
-        _number(float, 0, 1),
-        "requests may hold half of D's blocks while P computes them",
-        "following.md#what-the-engines-do",
-    )
-    piece_tokens: int = _deprecated(
-        512,
-        _number(int, 1, 1 << 31),
-        "while P computes a request, D reads pieces of at least 512 tokens",
-        "following.md#what-the-engines-do",
-    )
-    descriptor_bytes: int = _deprecated(
-        DEFAULT_DESCRIPTOR_BYTES,
-        _BYTES,
-        "a partial last block moves up to 131,072 more bytes to save a descriptor",
-        "tuning.md#descriptors",
-    )
-    max_descriptors: int = _deprecated(
-        DEFAULT_MAX_DESCRIPTORS,
-        _number(int, 1, 1 << 40),
-        "a load has at most 4,194,304 descriptors on a rank of D",
-        "descriptors.md#how-many-there-can-be",
-    )
-    progress_delay_us: int | None = _deprecated(
-        None,
-        _number(int, 0, MAX_PROGRESS_DELAY_US),
-        "NIXL's progress thread sleeps 100 ms on a reader with caches in host memory, else 1 ms",
-        "nixl-progress.md#the-progress-thread",
-    )
-    prewarm: bool | None = _deprecated(
-        None,
-        _FLAG,
-        "a worker prewarms its transport if its caches are in host memory and its engine advertises a loopback address",
-        "#engines-that-share-a-host",
-    )
-    switch_interval_us: int | None = _deprecated(
-        None,
-        _number(int, 10, 1_000_000),
-        "Python's switch interval stays as it is, but is 0.1 ms while a worker's thread starts loads",
-        "#engines-that-share-a-host",
-    )
-    host_staged: bool | None = _deprecated(
-        None,
-        _FLAG,
-        "blocks go through host memory if vLLM's kv_buffer_device is cpu and the caches are on a device",
-        "vllm-devices.md#on-a-gpu",
-    )
-    deprecated: tuple[str, ...] = field(default=())
-    """Deprecated settings that were given, each with what holds in the next release, for the log."""
     ignored: tuple[str, ...] = field(default=())
     """Settings of upstream's connector without effect here, each with the reason, for the log."""
 
@@ -362,11 +282,10 @@ class Settings:
             SettingsError: an unknown setting, or a value of the wrong type or out of range. Settings that only
                 upstream's connector has are accepted with any value.
         """
-        deprecated = deprecated_rows()
-        known = rows() | deprecated
+        known = rows()
         unknown = set(extra) - known.keys() - _UPSTREAM.keys()
         if unknown:
-            raise SettingsError(f"kv_connector_extra_config: unknown {sorted(unknown)}, known are {sorted(rows())}")
+            raise SettingsError(f"kv_connector_extra_config: unknown {sorted(unknown)}, known are {sorted(known)}")
         given = {
             name: _read_value(name, row.kind, extra[name]) for name, row in known.items() if extra.get(name) is not None
         }
@@ -374,34 +293,12 @@ class Settings:
         if host is not None and Address(host, 0).is_wildcard:
             raise _wrong("advertised_host", host, "one address, which other engines reach")
         ignored = (f"{name} ({why})" for name, (off, why) in _UPSTREAM.items() if extra.get(name, off) != off)
-        last_time = (f"{name} ({deprecated[name].decided})" for name in given if name in deprecated)
-        return cls(**given, deprecated=tuple(last_time), ignored=tuple(ignored))
+        return cls(**given, ignored=tuple(ignored))
 
     @property
     def trusts_items(self) -> bool:
         """Whether D uses P's multimodal items of a prompt."""
         return self.mm_items == "trust_prefill"
-
-    def progress_delay(self, *, copies: bool) -> int:
-        """Return the microseconds that NIXL's progress thread sleeps.
-
-        Args:
-            copies: whether threads of the engine copy what it reads: it loads, and its caches are in host memory.
-        """
-        if self.progress_delay_us is not None:
-            return self.progress_delay_us
-        return READER_PROGRESS_DELAY_US if copies else PROGRESS_DELAY_US
-
-    def prewarms(self, *, on_host: bool, loopback: bool) -> bool:
-        """Return whether a worker prewarms its transport. It costs a quarter of a second at the start.
-
-        Only connections to peers of the same host gain, and only for host memory was it measured.
-
-        Args:
-            on_host: whether the caches are in host memory.
-            loopback: whether the engine advertises a loopback address, so that all its peers are on this host.
-        """
-        return on_host and loopback if self.prewarm is None else self.prewarm
 
     @property
     def replies_timeout(self) -> float:
@@ -426,18 +323,9 @@ _UPSTREAM: dict[str, tuple[Any, str]] = {
 
 
 def rows() -> dict[str, Row]:
-    """Return the settings by name, in the order of the page, without the deprecated ones."""
-    return _rows(Row)
-
-
-def deprecated_rows() -> dict[str, DeprecatedRow]:
-    """Return the deprecated settings by name, in the order of the page."""
-    return _rows(DeprecatedRow)
-
-
-def _rows(kind: type[_AnyRow]) -> dict[str, _AnyRow]:
+    """Return the settings by name, in the order of the page."""
     found = ((item.name, item.metadata.get("row")) for item in fields(Settings))
-    return {name: row for name, row in found if isinstance(row, kind)}
+    return {name: row for name, row in found if row is not None}
 
 
 def _read_value(name: str, kind: Kind, value: Any) -> Any:

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+LOAD_RETRIES = 1
+"""Times that D repeats a load after a transient error, with policy `recompute`."""
+
 _RENEWALS = 6
 """Renewals during one lease: some of them may be lost."""
 
@@ -437,7 +440,7 @@ class DecodeScheduler:
                 self._move(load, LoadEvent.UNREADABLE)
             else:
                 self._move(load, LoadEvent.HANDED_OFF, command)
-        elif (piece := followed.next_piece(geometry, self._context.settings.piece_tokens)) is not None:
+        elif (piece := followed.next_piece(geometry)) is not None:
             self._move(load, LoadEvent.SETTLED, piece)
 
     def _last_piece(self, load: Load, followed: FollowedLoad, params: dict[str, Any]) -> ReadCommand:
@@ -523,7 +526,7 @@ class DecodeScheduler:
             event = LoadEvent.FAILED
             if recompute and load.end is None:
                 self.failed.on_load_failed(load.request_id)
-                if load.refusal is None and attempt.number <= self._context.settings.load_retries:
+                if load.refusal is None and attempt.number <= LOAD_RETRIES:
                     event, load.waits_since = LoadEvent.FAILED_TRANSIENT, None
         self._move(load, event)
 

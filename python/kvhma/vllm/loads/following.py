@@ -25,6 +25,12 @@ from kvhma.vllm.wire.tickets import Ticket
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+PIECE_TOKENS = 512
+"""Tokens of a piece, at least. Each piece costs a read and its checks."""
+
+MAX_FOLLOWED_SHARE = 0.5
+"""Share of D's blocks that requests may hold while P computes them: the rest is for requests that can run."""
+
 _NO_LEASE = LeaseKey("", 0)
 """P holds nothing for readers yet."""
 
@@ -83,8 +89,8 @@ class FollowedLoad:
             pp_size=source.pp_size,
         )
 
-    def next_piece(self, geometry: Geometry, min_tokens: int) -> ReadCommand | None:
-        """Return the next piece to read, of at least `min_tokens` tokens; None if there is nothing to read now."""
+    def next_piece(self, geometry: Geometry) -> ReadCommand | None:
+        """Return the next piece to read, of at least `PIECE_TOKENS` tokens; None if there is nothing to read now."""
         command, follower = self.command, self.follower
         if command is None or self.is_reading or not self.in_pieces:
             return None
@@ -92,7 +98,7 @@ class FollowedLoad:
             if follower.epoch != self.epoch:
                 self.epoch, self.done = follower.epoch, 0
             end = piece_end(geometry, min(follower.tokens, command.num_tokens))
-            if end - self.done < min_tokens:
+            if end - self.done < PIECE_TOKENS:
                 return None
             tables = {group: list(table) for group, table in follower.tables.items()}
             groups = follower.groups
@@ -231,7 +237,7 @@ class FollowedLoads:
             1 + group.speculative if group.kind == "ssm" else -(-tokens // group.tokens_per_entry)
             for group in geometry.groups
         )
-        share = self._context.settings.max_followed_share * (manager.block_pool.num_gpu_blocks - 1)
+        share = MAX_FOLLOWED_SHARE * (manager.block_pool.num_gpu_blocks - 1)
         return bool(self._blocks_taken + followed.blocks <= share)
 
     def on_blocks_allocated(self, request_id: str, followed: FollowedLoad, command: ReadCommand) -> None:

@@ -422,12 +422,7 @@ class PrefillEngines:
         models = [decode_extra(payload.extra).model for payload in payloads]
         for model in models:
             check_same_model(self._context.identity, model)
-        return make_plan(
-            self._context.geometry,
-            [payload.geometry for payload in payloads],
-            descriptor_bytes=self._settings.descriptor_bytes,
-            max_descriptors=self._settings.max_descriptors,
-        )
+        return make_plan(self._context.geometry, [payload.geometry for payload in payloads])
 
     def _begin_disconnect(self, engine: PrefillEngine) -> None:
         """Disconnect in another thread: disconnecting waits for reads of boards in flight."""
