@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 
 from kvhma.vllm import KvhmaConnector, drop_in
 from kvhma.vllm.telemetry import stats
-from kvhma.vllm.telemetry.stats import METRICS, OLD_NAMES, PromMetrics, StatsCollector, TransferStats
+from kvhma.vllm.telemetry.stats import METRICS, PromMetrics, StatsCollector, TransferStats
 from support.cache.engine import vllm_config_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "vllm-metrics.md"
@@ -180,18 +180,6 @@ def test_nothing_is_empty():
         assert not one.is_empty(), name
         one.reset()
         assert one.is_empty()
-
-
-@pytest.mark.parametrize(("name", "old"), OLD_NAMES.items())
-def test_a_renamed_metric_is_exported_under_both_names(name, old, prom):
-    assert old not in METRICS
-    counted = TransferStats()
-    label = METRICS[name].label
-    counted.count(name, 3, label="x" if label else None)
-    prom.observe(sent(counted), 1)
-    prom.observe(sent(counted), 1)
-    labels = {label: "x"} if label else {}
-    assert sample(f"{name}_total", 1, **labels) == sample(f"{old}_total", 1, **labels) == 6
 
 
 @pytest.mark.parametrize("name", METRICS)

@@ -109,15 +109,6 @@ METRICS = {
 """Every metric by name. A group is named by its index and kind, ``"0 full"``; causes are those of
 :class:`kvhma.vllm.failures.Failure`; docs/troubleshooting.md explains the reasons."""
 
-OLD_NAMES = {
-    "abandoned_leases": "forgotten_leases",
-    "delayed_posts": "waiting_posts",
-    "local_prefills": "computed_prompts",
-    "staging_full": "unstaged",
-    "stalls": "stood_still",
-}
-"""Metrics that Prometheus also gets under their former name, for one release."""
-
 
 @dataclass
 class TransferStats(KVConnectorStats):
@@ -274,7 +265,6 @@ class PromMetrics(KVConnectorPromMetrics):
         """Register the metrics."""
         super().__init__(*args)
         self._metrics: dict[str, Any] = {name: self._register(name, metric) for name, metric in METRICS.items()}
-        self._aliases = {name: self._register(old, METRICS[name]) for name, old in OLD_NAMES.items()}
 
     def _register(self, name: str, metric: Metric) -> Any:
         """Return a metric for each engine. A metric with a label has its engine set when it is observed."""
@@ -294,8 +284,6 @@ class PromMetrics(KVConnectorPromMetrics):
         """Take the numbers of one interval."""
         for name, value in transfer_stats_data.items():
             self._observe_metric(self._metrics[name], METRICS[name], value, engine_idx)
-            if name in self._aliases:
-                self._observe_metric(self._aliases[name], METRICS[name], value, engine_idx)
 
     def _observe_metric(self, registered: Any, metric: Metric, value: Any, engine_idx: int) -> None:
         if metric.gauge:
