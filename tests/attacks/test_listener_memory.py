@@ -131,8 +131,8 @@ def names(number):
 
 def follow():
     """A question about as many tickets as it may have, all unknown; it has 100 KiB in a field without a meaning."""
-    tickets = [AskedTicket(os.urandom(16), 0, 2**60, 2**39) for _ in range(MAX_TICKETS_ASKED - 1)]
-    asked = msgspec.to_builtins(Follow(os.urandom(16), 0, 2**60, 2**39, 60.0, tickets), builtin_types=(bytes,))
+    tickets = [AskedTicket(os.urandom(16), 0, 2**60, 2**39) for _ in range(MAX_TICKETS_ASKED)]
+    asked = msgspec.to_builtins(Follow(tickets, 60.0), builtin_types=(bytes,))
     return framed(msgspec.msgpack.encode(asked | {"junk": bytes(100 * KIB)}))
 
 
@@ -142,7 +142,7 @@ QUESTIONS = {
     Renew: lambda: Renew(names(MAX_CLAIMS), os.urandom(32), NONCE, contents=True),
     Release: lambda: Release(names(MAX_CLAIMS), Outcome.UNREAD),
     Finish: lambda: Finish(names(MAX_CLAIMS), [Outcome.READ] * MAX_CLAIMS, os.urandom(32), NONCE),
-    Follow: lambda: Follow(TICKET, 0, 0, 0, 60.0),
+    Follow: lambda: Follow([AskedTicket(TICKET, 0, 0, 0)], 60.0),
     Unfollow: lambda: Unfollow(os.urandom(16)),
     Refused: lambda: Refused("x" * 512, "\U0001f600" * MAX_TEXT),
 }

@@ -265,7 +265,7 @@ def test_no_board_is_where_other_peers_choose_the_bytes(p, d, place):
 def test_a_worker_without_a_board_is_refused_without_a_secret(p, d):
     key = Key.new()
     failure = loads_from(d, forged(p.said, key, extra=EXTRA), key.private)
-    refused(d, p, failure, "upgrade kvhma there")
+    refused(d, p, failure, "its log says why, or set secret_file at both engines")
 
 
 def test_each_worker_that_is_read_is_checked_and_each_time(p, d):

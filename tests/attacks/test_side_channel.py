@@ -109,7 +109,7 @@ def log_of_each_test(monkeypatch):
 def test_another_protocol(address):
     with (
         Client(address, 5, NO_SECRETS) as client,
-        pytest.raises(HandshakeError, match="protocol is 7 on your side, 4 on this side"),
+        pytest.raises(HandshakeError, match=f"protocol is 7 on your side, {PROTOCOL} on this side"),
     ):
         client.ask(AskEngineInfo(7), EngineInfo)
 
@@ -245,11 +245,11 @@ JUNK = [
     b"\xc1",
     b"\x00",
     random.Random(7).randbytes(100),
-    msgspec.msgpack.encode({"type": "hello"}),
-    msgspec.msgpack.encode({"type": "hello", "pp_rank": -1, "tp_rank": 0, "nonce": NONCE}),
-    msgspec.msgpack.encode({"type": "hello", "pp_rank": "0", "tp_rank": None, "nonce": NONCE}),
-    msgspec.msgpack.encode({"type": "hello", "pp_rank": 2**60, "tp_rank": 0, "nonce": NONCE}),
-    msgspec.msgpack.encode({"type": "hello", "pp_rank": 0, "tp_rank": 0, "nonce": NONCE[1:]}),
+    msgspec.msgpack.encode({"type": "worker identity"}),
+    msgspec.msgpack.encode({"type": "worker identity", "pp_rank": -1, "tp_rank": 0, "nonce": NONCE}),
+    msgspec.msgpack.encode({"type": "worker identity", "pp_rank": "0", "tp_rank": None, "nonce": NONCE}),
+    msgspec.msgpack.encode({"type": "worker identity", "pp_rank": 2**60, "tp_rank": 0, "nonce": NONCE}),
+    msgspec.msgpack.encode({"type": "worker identity", "pp_rank": 0, "tp_rank": 0, "nonce": NONCE[1:]}),
     msgspec.msgpack.encode({"type": "renew", "claims": [["a", b"12345678", b"12345678"]]}),
     msgspec.msgpack.encode({"type": "renew", "claims": [["a", b"12345678", b"1234567", NONCE]]}),
     msgspec.msgpack.encode({"type": "renew", "claims": [["a", b"12345678", 1, NONCE]]}),
@@ -257,7 +257,7 @@ JUNK = [
     msgspec.msgpack.encode({"type": "renew", "claims": [["a", b"12345678", b"12345678", NONCE]] * 5000}),
     msgspec.msgpack.encode({"type": "release", "claims": 7}),
     msgspec.msgpack.encode({"type": "refused", "engine_id": "x", "text": "y" * 100_000}),
-    msgspec.msgpack.encode({"type": "roster", "protocol": 1} | {str(i): i for i in range(1000)}),
+    msgspec.msgpack.encode({"type": "engine info", "protocol": 1} | {str(i): i for i in range(1000)}),
     msgspec.msgpack.encode(["get_meta_msg", 0, 0]),
     b"\x91" * 100_000,
     b"\x81\xa4type" * 20_000,

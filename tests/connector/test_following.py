@@ -456,7 +456,7 @@ def test_names_of_blocks_are_those_that_were_not_told(p, d):
     piece_of(d)
     question = TicketQuestion([follower_of(d)]).message(5.0)
     p.compute(at_p=64)
-    (told,) = table.progress(question).blocks
+    (told,) = table.progress(*question.tickets).blocks
     assert (told.first, text_to_ids(told.ids, 99).tolist()) == (4, tables(d)[0][4:8])
 
 

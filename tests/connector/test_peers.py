@@ -26,6 +26,7 @@ from kvhma.vllm.peers.room import Room
 from kvhma.vllm.wire import secrets as wire_secrets
 from kvhma.vllm.wire.messages import (
     PROTOCOL,
+    AskedTicket,
     AskEngineInfo,
     AskWorkerIdentity,
     Done,
@@ -300,7 +301,7 @@ def test_an_engine_that_answers_late_within_its_time_is_responsive(asking: Peers
     with listening() as p:
         p._tickets = Tickets()
         for _ in range(3):
-            asking.ask(p.at, Follow(bytes(16), 0, 0, 0, 0.9), Progress).result(END)
+            asking.ask(p.at, Follow([AskedTicket(bytes(16), 0, 0, 0)], 0.9), Progress).result(END)
             assert asking._room.is_responsive(p.at)
 
 
@@ -417,8 +418,7 @@ def test_a_question_about_several_tickets_waits_for_the_first_that_progresses(as
     first, second, third = (bytes([number] * 16) for number in (1, 2, 3))
 
     def question(seen: int, max_wait: float) -> Follow:
-        more = [(ticket, seen, 0, 0) for ticket in (second, third, second)]
-        return Follow(first, seen, 0, 0, max_wait, more)  # type: ignore[arg-type]
+        return Follow([AskedTicket(ticket, seen, 0, 0) for ticket in (first, second, third, second)], max_wait)
 
     with listening() as p:
         p._tickets = tickets = Tickets()
@@ -435,9 +435,9 @@ def test_a_question_about_several_tickets_waits_for_the_first_that_progresses(as
 
 
 def test_a_question_about_too_many_tickets_is_refused(asking: Peers) -> None:
-    more = [(bytes(16), 0, 0, 0)] * 16
-    with listening() as p, pytest.raises(HandshakeError, match="more"):
-        asking.ask(p.at, Follow(bytes(16), 0, 0, 0, 0.0, more), Progress).result(END)  # type: ignore[arg-type]
+    tickets = [AskedTicket(bytes(16), 0, 0, 0)] * 17
+    with listening() as p, pytest.raises(HandshakeError, match="tickets"):
+        asking.ask(p.at, Follow(tickets, 0.0), Progress).result(END)
 
 
 def test_p_that_says_more_than_it_was_asked(asking: Peers) -> None:

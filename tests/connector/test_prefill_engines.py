@@ -796,18 +796,18 @@ def test_a_board_that_cannot_be_read_now_may_be_read_later(world):
 
 
 @pytest.mark.parametrize("secret", [False, True])
-def test_an_older_engine_is_read_from_with_a_secret_only(caplog, secret):
-    """Its workers have no board that shows whose memory it is. With a secret, TLS shows which engine it is."""
+def test_an_engine_without_boards_is_read_from_with_a_secret_only(caplog, secret):
+    """Its machine cannot map a board that shows whose memory it is. With a secret, TLS shows which engine it is."""
     secrets = Secrets([b"sixteen bytes or more"] if secret else [])
     world = World(secrets=secrets)
-    newer, (hello, private) = world.workers()
-    remote = world.prefill(newer, (changed(hello, extra=EXTRA), private), secrets=secrets)
+    with_board, (hello, private) = world.workers()
+    remote = world.prefill(with_board, (changed(hello, extra=EXTRA), private), secrets=secrets)
     if secret:
         engine = world.acquire(remote)
         assert (len(engine.peers), engine.boards) == (2, ()), "P is asked for its leases"
         assert len(world.engines._boards._free) == 16
         assert caplog.text.count("has no lease board that shows whose memory it is; D reads from it") == 1
     else:
-        with pytest.raises(HandshakeError, match=r"worker 'P1-.*upgrade kvhma there.*or set secret_file at both"):
+        with pytest.raises(HandshakeError, match=r"worker 'P1-.*no lease board.*or set secret_file at both"):
             world.acquire(remote)
     world.close()

@@ -14,11 +14,13 @@ from kvhma.errors import HandshakeError, RequestError
 from kvhma.vllm.config.identity import ModelIdentity, decode_extra, encode_extra
 from kvhma.vllm.wire.built_layers import BuiltLayer, BuiltLayers
 from kvhma.vllm.wire.messages import (
+    AskedTicket,
     AskEngineInfo,
     AskWorkerIdentity,
     Done,
     EngineInfo,
     Finish,
+    Follow,
     Leases,
     LeaseState,
     Outcome,
@@ -49,10 +51,11 @@ CLAIMS = "a6636c61696d739194a6636d706c2d31c4080000000000000007c4080123456789abcd
 RELEASE = f"83a474797065a772656c65617365{CLAIMS}a76f7574636f6d65"
 
 QUESTIONS = [
-    (AskEngineInfo(4), "82a474797065a6726f73746572a870726f746f636f6c04"),
+    (AskEngineInfo(5), "82a474797065ab656e67696e6520696e666fa870726f746f636f6c05"),
     (
         AskWorkerIdentity(0, 1, DIGEST),
-        "84a474797065a568656c6c6fa770705f72616e6b00a774705f72616e6b01a56e6f6e6365c410000102030405060708090a0b0c0d0e0f",
+        "84a474797065af776f726b6572206964656e74697479a770705f72616e6b00a774705f72616e6b01"
+        f"a56e6f6e6365c410{DIGEST.hex()}",
     ),
     (Renew([write_claim(CLAIM)]), f"82a474797065a572656e6577{CLAIMS}"),
     (
@@ -66,23 +69,23 @@ QUESTIONS = [
     (Release([write_claim(CLAIM)], Outcome.READ), f"{RELEASE}a472656164"),
     (Release([write_claim(CLAIM)], Outcome.READ_SHARED), f"{RELEASE}af72656164206279207369626c696e67"),
     (Release([write_claim(CLAIM)], Outcome.UNREAD), f"{RELEASE}a6756e72656164"),
+    (
+        Follow([AskedTicket(DIGEST, 1, 2, 3)], 5.0),
+        f"83a474797065a6666f6c6c6f77a77469636b6574739194c410{DIGEST.hex()}010203"
+        "b06d61785f776169745f7365636f6e6473cb4014000000000000",
+    ),
     (Refused("engine", "no"), "83a474797065a772656675736564a9656e67696e655f6964a6656e67696e65a474657874a26e6f"),
 ]
 
 ANSWERS = [
     (
-        EngineInfo(4, "engine", (258).to_bytes(8, "big"), [(0, 0), (0, 1)]),
-        "85a474797065a6726f73746572a870726f746f636f6c04a9656e67696e655f6964a6656e67696e65a8696e7374616e6365c408"
-        "0000000000000102a572616e6b7392920000920001",
-    ),
-    (
-        EngineInfo(4, "engine", (258).to_bytes(8, "big"), [(0, 0)], ("p", 5600)),
-        "86a474797065a6726f73746572a870726f746f636f6c04a9656e67696e655f6964a6656e67696e65a8696e7374616e6365c408"
-        "0000000000000102a572616e6b7391920000aa6164766572746973656492a170cd15e0",
+        EngineInfo(5, "engine", (258).to_bytes(8, "big"), [(0, 0), (0, 1)], ("p", 5600)),
+        "86a474797065ab656e67696e6520696e666fa870726f746f636f6c05a9656e67696e655f6964a6656e67696e65"
+        "ae696e6361726e6174696f6e5f6964c4080000000000000102a572616e6b7392920000920001aa6164766572746973656492a170cd15e0",
     ),
     (
         SignedWorkerIdentity(b"\0\xff", bytes(range(32)), bytes(64)),
-        "84a474797065a568656c6c6fa464617461c40200ff"
+        "84a474797065af776f726b6572206964656e74697479a464617461c40200ff"
         f"aa656e67696e655f6b6579c420{KEY.hex()}a97369676e6174757265c440{'00' * 64}",
     ),
     (
@@ -146,11 +149,11 @@ HOSTILE = [
 
 @pytest.mark.parametrize("params", [b'{"remote_port": 5600}', [], None, 7, {7: 7}, "text", *HOSTILE], ids=str)
 def test_progress_with_other_parameters_is_an_answer_and_they_are_refused(params):
-    """An older P sends JSON in bytes. The error is of the request, so D does not ask again."""
+    """The error is of the request, so D does not ask again."""
     answer = read_answer(msgspec.msgpack.encode(Progress(3, params=params)))
     assert isinstance(answer, Progress)
     assert answer.params, "it is over"
-    with pytest.raises(RequestError, match="P's parameters are not a map, does P run an older kvhma"):
+    with pytest.raises(RequestError, match="P's parameters are not a map"):
         read_params(answer.params)
 
 
@@ -281,7 +284,6 @@ def test_what_an_engine_adds_to_its_hello():
     found = decode_extra(recorded)
     assert (found.model, found.vllm) == (identity, "0.32.0")
     assert encode_extra(identity, vllm="0.32.0").rpartition(b',"kvhma":')[0] == recorded.rpartition(b',"kvhma":')[0]
-    # An older D ignores `place`, and asks P for its leases. An older P named the address of a board that shows no key.
     assert encode_extra(identity, vllm="0.32.0", place=3).endswith(b'"place":3}')
     assert decode_extra(recorded[:-1] + b',"place":3}').place == 3
-    assert decode_extra(recorded[:-1] + b',"board":140000000000}').place is None
+    assert decode_extra(recorded).place is None

@@ -10,7 +10,7 @@ import pytest
 
 from kvhma.vllm.holds import offers
 from kvhma.vllm.holds.offers import TABLE, Offer, OfferEffect, OfferEvent, OfferState, TicketTable
-from kvhma.vllm.wire.messages import Follow
+from kvhma.vllm.wire.messages import AskedTicket
 from kvhma.vllm.wire.params import Address, Incarnation, LeaseClaim, LeaseKey
 
 WALKS = 3000
@@ -133,7 +133,7 @@ def test_what_followers_see_is_the_state(seed: int) -> None:
         else:
             made.end_ticket(TICKET, "aborted")
             is_over = True
-        answer = made.progress(Follow(TICKET, seen, 0, 0, 1.0))
+        answer = made.progress(AskedTicket(TICKET, seen, 0, 0))
         assert woken == ([] if answer is None else [TICKET])
         if answer is not None:
             assert answer.version > seen
@@ -155,7 +155,7 @@ def test_a_ticket_that_was_cancelled_before_p_knew_it_is_of_no_use() -> None:
     made.cancel_ticket(TICKET)
     assert made.open_ticket(TICKET, "r", SOURCE, 2, 100, "a" * 32)
     assert made.offer(TICKET).state is OfferState.ENDED
-    answer = made.progress(Follow(TICKET, 0, 0, 0, 1.0))
+    answer = made.progress(AskedTicket(TICKET, 0, 0, 0))
     assert answer is not None
     assert "cancelled" in answer.ended
 
@@ -185,5 +185,5 @@ def test_p_forgets_what_is_over_and_nothing_else(monkeypatch: pytest.MonkeyPatch
     one, now = made.offer(TICKET), 131.0
     assert made.open_ticket(bytes(15) + b"2", "new", SOURCE, 2, 100, "")
     assert (len(made), one.state) == (2, OfferState.ENDED)
-    assert made.progress(Follow(TICKET, 1, 0, 0, 1.0)) is not None, "it was known: the answer says that it is not"
+    assert made.progress(AskedTicket(TICKET, 1, 0, 0)) is not None, "it was known: the answer says that it is not"
     made.end_ticket(other, "aborted")

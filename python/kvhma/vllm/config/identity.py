@@ -58,7 +58,7 @@ class EngineExtra(msgspec.Struct, frozen=True, omit_defaults=True):
     vllm: Text
     kvhma: Text
     place: Annotated[int, msgspec.Meta(ge=0, lt=BOARD_PLACES)] | None = None
-    """Of the worker's :class:`kvhma.vllm.wire.lease_board.LeaseBoard`; None without one, as from an older kvhma."""
+    """Of the worker's :class:`kvhma.vllm.wire.lease_board.LeaseBoard`; None if the worker has no board."""
 
 
 def encode_extra(identity: ModelIdentity, *, vllm: str, place: int | None = None) -> bytes:

@@ -26,7 +26,7 @@ import msgspec
 
 from kvhma._kvhma import ids_to_text
 from kvhma.vllm.recent import Recent
-from kvhma.vllm.wire.messages import NO_PARAMS, AskedTicket, Follow, Progress, Settled, write_params
+from kvhma.vllm.wire.messages import NO_PARAMS, AskedTicket, Progress, Settled, write_params
 from kvhma.vllm.wire.params import Incarnation, LeaseClaim
 
 MAX_TICKETS = 4096
@@ -142,7 +142,7 @@ class Offer:
         self.state, effects = TABLE[self.state, event]
         return effects
 
-    def progress(self, question: Follow | AskedTicket) -> Progress:
+    def progress(self, question: AskedTicket) -> Progress:
         """Return the progress, with the blocks that the follower does not know yet."""
         known = question.tokens if question.epoch == self.epoch else 0
         blocks = []
@@ -297,7 +297,7 @@ class TicketTable:
         if OfferEffect.RELEASE in effects and claim is not None:
             self.on_cancelled(claim)
 
-    def progress(self, question: Follow | AskedTicket) -> Progress | None:
+    def progress(self, question: AskedTicket) -> Progress | None:
         """Return the progress of a request; None if the follower has seen all of it, or P does not know the ticket yet.
 
         If the follower has seen progress of a ticket that P no longer knows, the version is 0.

@@ -207,15 +207,8 @@ class TicketQuestion:
 
     def message(self, max_wait: float) -> Follow:
         """Return the message; P replies after `max_wait` seconds in any case."""
-        first, *more = self.followers
-        return Follow(
-            first.ticket.id,
-            first.version,
-            first.epoch,
-            first.tokens,
-            max_wait,
-            [AskedTicket(asked.ticket.id, asked.version, asked.epoch, asked.tokens) for asked in more],
-        )
+        tickets = [AskedTicket(each.ticket.id, each.version, each.epoch, each.tokens) for each in self.followers]
+        return Follow(tickets, max_wait)
 
     def note_received(self, count: int) -> None:
         """Note the bytes of the reply so far.

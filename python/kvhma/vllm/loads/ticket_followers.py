@@ -229,14 +229,12 @@ class TicketFollowers:
             HandshakeError: it is of a ticket that D has not asked about.
         """
         # P looks at the tickets in order. It replies about the first with progress, or after all of them.
-        about, searched = question.followers[0], question.followers[:1]
-        if progress.ticket:
-            found = [at for at, follower in enumerate(question.followers) if follower.ticket.id == progress.ticket]
-            if not found:
-                raise HandshakeError(f"{question.call.address} replies about another ticket")
-            about, searched = question.followers[found[0]], question.followers[: found[0]]
-            if progress.version <= about.version:
-                searched = question.followers
+        found = [at for at, follower in enumerate(question.followers) if follower.ticket.id == progress.ticket]
+        if not found:
+            raise HandshakeError(f"{question.call.address} replies about another ticket")
+        about, searched = question.followers[found[0]], question.followers[: found[0]]
+        if progress.version <= about.version:
+            searched = question.followers
         engine.replies, engine.silent_since = True, None
         now = time.monotonic()
         for follower in question.followers:

@@ -30,7 +30,7 @@ _AT_ONCE_SECONDS = 5e-4
 _LATE_SECONDS = 1e-2
 """How long to wait for a read of the board in all. After that D asks P."""
 
-_UPGRADE = "upgrade kvhma there, or see its log for why it has no board"
+_SEE_LOG = "its log says why"
 
 
 class BoardReader:
@@ -151,8 +151,7 @@ class BoardMemory:
         Args:
             peer: the worker.
             timeout: seconds to wait for the read.
-            with_secret: whether the worker identity came from an engine with the same secret. Such an engine may be an
-                older kvhma, whose workers have no such board.
+            with_secret: whether the worker identity came from an engine with the same secret.
 
         Returns:
             The reader; None if there is no board, which only an engine with the secret may lack.
@@ -164,10 +163,10 @@ class BoardMemory:
         """
         place = decode_extra(peer.payload.extra).place
         if place is None and with_secret:
-            peer_logger.warning("kvhma: %s; D reads from it because it has our secret: %s", _no_board(peer), _UPGRADE)
+            peer_logger.warning("kvhma: %s; D reads from it because it has our secret: %s", _no_board(peer), _SEE_LOG)
             return None
         if place is None:
-            raise HandshakeError(f"{_no_board(peer)}: {_UPGRADE}, or set secret_file at both engines")
+            raise HandshakeError(f"{_no_board(peer)}: {_SEE_LOG}, or set secret_file at both engines")
         try:
             reader = self.reader(peer, place)
         except RequestError as error:

@@ -73,7 +73,7 @@ class LeaseService(Protocol):
 class TicketService(Protocol):
     """What a listener asks about tickets, from its own thread."""
 
-    def progress(self, question: Follow | AskedTicket) -> Progress | None:
+    def progress(self, question: AskedTicket) -> Progress | None:
         """Return how far a request is; None if it has not progressed since the last answer."""
 
     def cancel_ticket(self, ticket: bytes) -> None:
@@ -185,18 +185,17 @@ class Listener:
 
     def _progress(self, question: Follow, waited: float) -> Progress | Later:
         """Return the progress of the first ticket that has any, or how much longer the question may wait for it."""
-        tickets: tuple[Follow | AskedTicket, ...] = (question, *question.more)
-        for asked in tickets:
+        for asked in question.tickets:
             found = None if self._tickets is None else self._tickets.progress(asked)
             if found is not None:
-                return msgspec.structs.replace(found, ticket=asked.ticket) if question.more else found
+                return msgspec.structs.replace(found, ticket=asked.ticket)
         if waited < question.max_wait_seconds:
             return Later(
-                tuple({asked.ticket: None for asked in tickets}),
+                tuple({asked.ticket: None for asked in question.tickets}),
                 question.max_wait_seconds - waited,
                 lambda waited: self._answer_or_problem(lambda: self._progress(question, waited)),
             )
-        return Progress(question.seen, ticket=question.ticket if question.more else b"")
+        return Progress(question.tickets[0].seen, ticket=question.tickets[0].ticket)
 
     def _answer(self, question: Question) -> Answer | Later:
         engine = self._engine

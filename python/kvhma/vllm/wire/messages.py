@@ -6,7 +6,6 @@ Every message is one msgpack value in a frame, checked against its type and boun
     | length: u32, little-endian | msgpack, `length` bytes |
 
 The reader checks the length before it stores any byte after it. Tags and field names of the structs go over the wire.
-Where a field has another name in Python, the struct has `rename`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from kvhma.nixl import MAX_HANDSHAKE_BYTES
 from kvhma.text import one_line
 from kvhma.vllm.wire.params import LeaseClaim, LeaseKey
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of these messages."""
 
 MAX_QUESTION_BYTES = 1 << 20
@@ -78,13 +77,13 @@ WireClaim = tuple[Name, RandomId, RandomId, Digest]
 """A claim as a message carries it: request, generation, reader, digest of the parameters."""
 
 
-class AskEngineInfo(msgspec.Struct, tag="roster", frozen=True):
+class AskEngineInfo(msgspec.Struct, tag="engine info", frozen=True):
     """Which engine is this?"""
 
     protocol: int
 
 
-class AskWorkerIdentity(msgspec.Struct, tag="hello", frozen=True):
+class AskWorkerIdentity(msgspec.Struct, tag="worker identity", frozen=True):
     """What is the identity of this worker, see :mod:`kvhma.nixl.handshake`? The answer is signed for this nonce."""
 
     pp_rank: Rank
@@ -154,23 +153,16 @@ class AskedTicket(msgspec.Struct, frozen=True, array_like=True):
     tokens: Tokens
 
 
-class Follow(msgspec.Struct, tag="follow", frozen=True, omit_defaults=True, rename={"max_wait_seconds": "patience"}):
-    """How far is the request of this ticket? The answer comes when the request has a newer version than `seen`.
-
-    The first four attributes are those of :class:`AskedTicket`. With `more`, the answer comes when any of the tickets
-    has a newer version, and names the ticket.
+class Follow(msgspec.Struct, tag="follow", frozen=True):
+    """How far are the requests of these tickets? The answer is about one that has a newer version than was `seen`.
 
     Attributes:
+        tickets: one, or several that share a connection.
         max_wait_seconds: after this time the answer comes in any case.
-        more: further tickets, so that many share a connection.
     """
 
-    ticket: Ticket
-    seen: Version
-    epoch: Version
-    tokens: Tokens
+    tickets: Annotated[list[AskedTicket], msgspec.Meta(min_length=1, max_length=MAX_TICKETS_ASKED)]
     max_wait_seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_SECONDS)]
-    more: Annotated[list[AskedTicket], msgspec.Meta(max_length=MAX_TICKETS_ASKED - 1)] = []
 
 
 class Unfollow(msgspec.Struct, tag="unfollow", frozen=True):
@@ -186,7 +178,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     text: Text
 
 
-class EngineInfo(msgspec.Struct, tag="roster", frozen=True, omit_defaults=True, rename={"incarnation_id": "instance"}):
+class EngineInfo(msgspec.Struct, tag="engine info", frozen=True, omit_defaults=True):
     """Which engine listens here, the pipeline and tensor ranks of its workers, and the address it advertises."""
 
     protocol: int
@@ -194,10 +186,10 @@ class EngineInfo(msgspec.Struct, tag="roster", frozen=True, omit_defaults=True, 
     incarnation_id: RandomId
     ranks: Annotated[list[tuple[Rank, Rank]], msgspec.Meta(max_length=4096)]
     advertised: tuple[Name, Port] | None = None
-    """Host and port; None from older engines."""
+    """Host and port; None if it advertises none."""
 
 
-class SignedWorkerIdentity(msgspec.Struct, tag="hello", frozen=True):
+class SignedWorkerIdentity(msgspec.Struct, tag="worker identity", frozen=True):
     """A worker's message of :mod:`kvhma.nixl.handshake`, and its engine's key for proofs.
 
     The signature covers both. Its key is the one that the worker's name is derived from.
@@ -270,8 +262,8 @@ class Progress(msgspec.Struct, tag="progress", frozen=True, omit_defaults=True):
         params: the ``kv_transfer_params`` that P has handed out for D, a map; empty until then. It is read apart, by
             :func:`read_params`, so that other parameters end one request and no connection, if nested a little.
         ended: why there will be no hand-off; empty while it is possible.
-        ticket: which request, if the question has named more than one. If none has a newer version, it is the first,
-            with the version that the question has seen. Older listeners name none, and look at the first only.
+        ticket: which request. If none has a newer version, it is the first of the question, with the version that the
+            question has seen.
     """
 
     version: Version
@@ -364,12 +356,12 @@ def read_params(data: msgspec.Raw) -> dict[str, Any]:
     """Return the ``kv_transfer_params`` of a message. The receiver of the message has bounded its length.
 
     Raises:
-        RequestError: they are not `Params`. An older kvhma sent JSON.
+        RequestError: they are not `Params`.
     """
     try:
         return _params.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"P's parameters are not a map, does P run an older kvhma? {error}"[:500]) from error
+        raise RequestError(f"P's parameters are not a map: {error}"[:500]) from error
 
 
 def read_claim(claim: WireClaim) -> LeaseClaim:
