@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 AT_THE_ROOT = {"index.md": "README.md"} | {name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")}
 DOORS = {"Run it": 3, "See it": 3, "Trust it": 0.5, "Work on it": 0.3}
-BOOSTS = {"troubleshooting.md": 9, "hybrid.md": 9, "vllm-settings.md": 6, "changes-0.1.0.md": 0.2}
+BOOSTS = {"troubleshooting.md": 9, "hybrid.md": 9, "vllm-settings.md": 6}
 """How much pages count in the search, by their door or alone. What operators look for comes first."""
 LAST, LAST_BOOST = ("api", "benches/"), 1e-5
 """Pages that come after all others, and their boost. A word in a title counts 1,000 times, and names are titles."""

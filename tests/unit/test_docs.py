@@ -36,7 +36,7 @@ EXAMPLE = re.compile(r"^(?:[A-Z_]+=\S* )*(?:python )?((?:examples|tools)/[\w./-]
 
 PROXY = "python -m kvhma.proxy "
 REFERENCE = ["cli", "compatibility", "conformance", "descriptors", "formats", "geometry", "state-machines"]
-REFERENCE += ["changes-0.1.0", "vllm-settings"]
+REFERENCE += ["vllm-settings"]
 """Pages in which a reader looks things up. Every other page has 1,500 words at most."""
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

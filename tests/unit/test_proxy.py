@@ -459,7 +459,7 @@ def test_both_engines_are_asked_at_once(stream):
     run(test())
 
 
-@pytest.mark.parametrize(("words", "expected"), [([], False), (["--tickets"], True), (["--no-tickets"], False)])
+@pytest.mark.parametrize(("words", "expected"), [([], False), (["--tickets"], True)])
 def test_tickets_are_drawn_only_if_asked_for(words, expected):
     """RESULTS_SERVE.md: with 10 or 32 long prompts at a time they lose."""
     made = parser().parse_args(["--prefill", "http://p:1", "--decode", "http://d:1", *words])

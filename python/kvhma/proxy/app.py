@@ -362,7 +362,6 @@ def parser() -> argparse.ArgumentParser:
     either = made.add_mutually_exclusive_group()
     either.add_argument("--turns", action="store_true", help="have the last turn of a chat read from its decode engine")
     either.add_argument("--tickets", action="store_true", help="have prompts read while they are computed")
-    made.add_argument("--no-tickets", action="store_false", dest="tickets", help=argparse.SUPPRESS)  # now the default
     return made
 
 
