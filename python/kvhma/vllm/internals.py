@@ -168,3 +168,16 @@ def replace_items(request: Request, items: list[MultiModalFeatureSpec]) -> None:
     request.mm_features = items
     request.block_hashes.clear()
     request.update_block_hashes()
+
+
+# --- Missing: a connector refuses a request -----------------------------------------------------------------------
+
+
+def allow_prefix_cache(request: Request) -> None:
+    """Let a request that is to fail read the prefix cache: vLLM fails only a request that waits for a load."""
+    request.skip_reading_prefix_cache = False
+
+
+def drop_params(request: Request) -> None:
+    """Remove the parameters of a request, which are no dictionary: vLLM uses them as one without a check."""
+    request.kv_transfer_params = None

@@ -14,7 +14,7 @@ from kvhma.vllm.holds.kept_turns import KeptTurns
 from kvhma.vllm.holds.lease_table import LeaseTable
 from kvhma.vllm.holds.prefill import PrefillScheduler
 from kvhma.vllm.holds.scheduler_context import SchedulerContext
-from kvhma.vllm.internals import check_manager, reset_connector_first
+from kvhma.vllm.internals import check_manager, drop_params, reset_connector_first
 from kvhma.vllm.loads.decode import DecodeScheduler
 from kvhma.vllm.loads.prefix_cache import has_partial_hits, hits_may_differ
 from kvhma.vllm.metadata import LocalWorkerIdentity, StepMetadata, WorkerReport
@@ -97,7 +97,7 @@ class KvhmaScheduler:
         if params is None:
             return
         if not isinstance(params, dict):
-            request.kv_transfer_params = None  # vLLM itself takes it for a dictionary
+            drop_params(request)
             text = f"kv_transfer_params is of type {type(params).__name__}, expected a dictionary"
             self.decode.refuse_request(request, text)
         elif request.abort_immediately:

@@ -16,7 +16,7 @@ from kvhma.geometry import Span
 from kvhma.planning import live_entries
 from kvhma.vllm.failures import Failure
 from kvhma.vllm.holds.scheduler_context import SchedulerContext
-from kvhma.vllm.internals import mark_uncacheable, recompute_prompt
+from kvhma.vllm.internals import allow_prefix_cache, mark_uncacheable, recompute_prompt
 from kvhma.vllm.loads.decode_digests import DecodeDigests
 from kvhma.vllm.loads.failed_loads import FailedLoads
 from kvhma.vllm.loads.following import FollowedLoad, FollowedLoads
@@ -321,7 +321,7 @@ class DecodeScheduler:
         all that are left. A prompt that must not read the prefix cache waits for nothing. Since it fails, it may read.
         """
         if self._trusts_items:
-            request.skip_reading_prefix_cache = False
+            allow_prefix_cache(request)
         return request.num_tokens - local if self._context.partial_hits else 1, True
 
     def _is_short(self, load: Load, local: int) -> bool:
