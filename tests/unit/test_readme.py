@@ -41,7 +41,7 @@ SHOWN_BY = {
     "In 1,092 audited hand-offs both": "benches/audit/results-versions.md: 1092 of pull and push",
     "Their times are not measured": "benches/RESULTS_E2E.md: vLLM 0.32.0 on CPUs, kvhma",
     "Nothing is on a package index": "tests/unit/test_versions.py: test_nothing_is_installed_from_an_index",
-    "From a checkout, with Python": "tests/unit/test_versions.py: test_classifiers_name_the_pythons_that_are_tested",
+    "To build it you need Python": "tests/unit/test_versions.py: test_classifiers_name_the_pythons_that_are_tested",
     "The glossary defines our words": "tests/unit/test_docs.py: test_links_of_the_readme_lead_to_the_repository",
     "Tests run the Python and": "tests/unit/test_docs.py: test_commands_end_well_and_print_what_it_says",
 }
@@ -70,6 +70,19 @@ def test_every_sentence_is_shown() -> None:
     for place in SHOWN_BY.values():
         file, _, text = place.partition(": ")
         assert text in (ROOT / file).read_text(encoding="utf-8"), place
+
+
+def test_the_first_screen_has_the_two_commands() -> None:
+    """The job and the tests, each one command, and how a pair is served; `.ci/run` reads the two from here."""
+    first = TEXT.splitlines()[:15]
+    assert [line.split("#")[0].strip() for line in first if line.startswith("make ")] == ["make demo", "make test"]
+    served = [line for line in first if line.startswith("vllm serve MODEL ")]
+    assert [re.findall(r'"kv_role": "(\w+)"', line) for line in served] == [["kv_producer"], ["kv_consumer"]]
+    script = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    (reads,) = re.findall(r"< <\((.*)\)$", script, re.MULTILINE)
+    read = subprocess.run(["bash", "-c", reads], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert read.splitlines() == ["make demo", "make test"]
+    assert 'for command in "${commands[@]}"; do $command; done' in script
 
 
 def test_the_trace_shows_a_wrong_byte() -> None:
