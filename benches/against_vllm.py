@@ -54,7 +54,7 @@ from vllm.v1.kv_cache_interface import (
 import kvhma
 from counts import PAIRINGS, POOLS, Pairing, groups_of, pool_blocks, vllm_count
 from kvhma import Geometry, Span, lowlevel
-from kvhma.cli.compare.block_tables import BlockTables, Pool, block_tables, sequence_blocks
+from kvhma.cli.block_tables import BlockTables, Pool, block_tables, sequence_blocks
 from kvhma.cli.compare.selection import Count
 from kvhma.errors import UnsupportedPairError
 from kvhma.models import Model, model, models

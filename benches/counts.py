@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, Literal, TypeAlias
 
 import kvhma
-from kvhma.cli.compare.block_tables import BlockTables, Pool, block_tables
+from kvhma.cli.block_tables import BlockTables, Pool, block_tables
 from kvhma.cli.compare.engines import Engines, count_vllm, kernel_block_size, total
 from kvhma.cli.compare.selection import Count
 from kvhma.errors import LayoutError, UnsupportedPairError

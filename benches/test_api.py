@@ -8,7 +8,7 @@ import pytest
 
 import kvhma
 from kvhma import Span, lowlevel
-from kvhma.cli.compare.block_tables import sequence_blocks
+from kvhma.cli.block_tables import sequence_blocks
 from kvhma.models import model
 from kvhma.models.vllm_layout import LayoutOptions, layout
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvhma.cli.compare.block_tables import sequence_blocks
+from kvhma.cli.block_tables import sequence_blocks
 from kvhma.cli.compare.selection import select_all, select_vllm
 from kvhma.cli.compare.views import vllm_views
 from kvhma.geometry import Geometry, Layer

@@ -2,7 +2,7 @@
 """vLLM's own NIXL connector, without NIXL and without engines: what it registers, and what it reads for a request.
 
 Workers, their registration, the handshake between them, the scheduler's choice of blocks and the read are vLLM's. A
-recording agent stands in for NIXL's, and block tables are those of :mod:`kvhma.cli.compare.block_tables`.
+recording agent stands in for NIXL's, and block tables are those of :mod:`kvhma.cli.block_tables`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from kvhma.cli.compare.block_tables import sequence_blocks
+from kvhma.cli.block_tables import sequence_blocks
 from kvhma.cli.compare.engines import Engines
 from kvhma.geometry import Geometry
 from kvhma.models import Model

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvhma
-from kvhma.cli.compare.block_tables import block_tables, sequence_blocks
+from kvhma.cli.block_tables import block_tables, sequence_blocks
 from kvhma.cli.pages import DrawnRank
 from kvhma.cli.runs import Reading, draw_runs, scales
 from kvhma.cli.svg import Drawing

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import kvhma
-from kvhma.cli.compare.block_tables import sequence_blocks
+from kvhma.cli.block_tables import sequence_blocks
 from kvhma.cli.compare.selection import select_vllm
 from kvhma.models import hub_ids, model, models
 from kvhma.models.vllm_layout import LayoutOptions, layout

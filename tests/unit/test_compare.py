@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvhma._kvhma import first_needed_tokens
-from kvhma.cli.compare.block_tables import sequence_blocks
+from kvhma.cli.block_tables import sequence_blocks
 from kvhma.cli.compare.selection import Count, select_all, select_vllm
 from kvhma.cli.compare.views import View, vllm_views
 from kvhma.errors import AddressOverflowError, BlockIdError, RequestError, UnsupportedPairError

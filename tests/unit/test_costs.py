@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import kvhma
-from kvhma.cli.compare.block_tables import pool_ids
+from kvhma.cli.block_tables import pool_ids
 from kvhma.cli.engine_options import EngineOptions
 from kvhma.cli.hand_off import RequestOptions, of_model
 from kvhma.errors import KvhmaError, RequestError

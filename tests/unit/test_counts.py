@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvhma.cli.compare.block_tables import block_tables
+from kvhma.cli.block_tables import block_tables
 from kvhma.models import Model, model
 from support.programs import program
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvhma.cli.compare.block_tables import main_group
+from kvhma.cli.block_tables import main_group
 from kvhma.cli.compare.selection import Count
 from kvhma.cli.format import duration, size
 from kvhma.cli.hand_off import NO_HMA, VLLM, Counted, HandOff, OtherCount, PlanOptions, count, of_model

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from kvhma._kvhma import Plan
-from kvhma.cli.compare.block_tables import BlockTables, Pool, block_tables, full_table, main_group, sequence_blocks
+from kvhma.cli.block_tables import BlockTables, Pool, block_tables, full_table, main_group, sequence_blocks
 from kvhma.cli.compare.engines import Engines, count_all, count_vllm, total
 from kvhma.cli.compare.selection import Count
 from kvhma.cli.engine_options import EngineOptions

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma.cli.compare.block_tables import sequence_blocks
+from kvhma.cli.block_tables import sequence_blocks
 from kvhma.cli.compare.engines import Engines
 from kvhma.cli.hand_off import HandOff, RequestOptions, of_geometries
 from kvhma.errors import RequestError

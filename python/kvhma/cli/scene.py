@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvhma.cli.block_tables import BlockTables
 from kvhma.cli.blocks import draw_blocks
-from kvhma.cli.compare.block_tables import BlockTables
 from kvhma.cli.format import plural, size
 from kvhma.cli.hand_off import HandOff, PlanOptions
 from kvhma.cli.pages import LEFT, SPAN, Addresses, DrawnRank, by_address, color, draw_pages, longest_block

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvhma._kvhma import first_needed_tokens
-from kvhma.cli.compare.block_tables import main_group
+from kvhma.cli.block_tables import main_group
 from kvhma.cli.format import plural, ranges
 from kvhma.cli.hand_off import VLLM, Counted, HandOff
 from kvhma.geometry import Geometry, Group

@@ -4,7 +4,6 @@
 * :mod:`.views`: the prepared lists that vLLM 0.32's NIXL connector makes of a rank, region by region.
 * :mod:`.selection`: the entries that it selects between two ranks; the same without HMA, all layers as full attention.
 * :mod:`.engines`: all ranks of two engines, and what vLLM refuses.
-* :mod:`.block_tables`: the block tables that the counts use.
 
 Private to the command line and the benchmarks. ``tests/golden/nixl_connector.json`` has the results of vLLM's own
 functions, and ``make connector`` compares them again.

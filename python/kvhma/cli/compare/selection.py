@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma.cli.compare.block_tables import main_group
+from kvhma.cli.block_tables import main_group
 from kvhma.cli.compare.views import (
     Ids,
     View,
