@@ -96,7 +96,7 @@ def start_vllm(port: int) -> None:
 
 
 def start_old(port: int) -> None:
-    """Protocol 2, formerly: a ROUTER, polled, and an answer to each message."""
+    """Protocol 2: a ROUTER, polled, and an answer to each message."""
 
     def run() -> None:
         with zmq.Context.instance().socket(zmq.ROUTER) as router:

@@ -69,7 +69,6 @@ class P:
 
 @pytest.mark.parametrize("met", ["before", "afterwards"])
 def test_an_honest_engine_beside_500_silent_and_1000_refusing_addresses(met):
-    """Formerly a P that D had not renewed with before lost its lease (T4)."""
     with contextlib.ExitStack() as stack:
         p = stack.enter_context(contextlib.closing(P()))
         asking = stack.enter_context(contextlib.closing(Peers(10 * HANG_SECONDS, NO_SECRETS, Counted())))

@@ -160,7 +160,6 @@ def test_the_name_of_an_agent_with_a_key_ends_in_its_hash(geometry):
 
 @pytest.mark.parametrize("name", ["P-0", KEY_HASH + "-", KEY_HASH[:-1] + "0", KEY_HASH.upper()])
 def test_a_name_that_belongs_to_another_key(geometry, name):
-    """Formerly a peer that repeated an identity with a change was taken for its agent: a name was only a name."""
     with pytest.raises(HandshakeError, match="is not the name of an agent with its key, which ends in " + KEY_HASH):
         decode_handshake(forge(name.encode(), geometry=geometry.to_json(), public_key=KEY))
     with pytest.raises(HandshakeError, match="is not the name"):

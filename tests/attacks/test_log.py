@@ -93,7 +93,6 @@ def test_numbers_and_single_values_are_as_they_were(log):
 
 
 def test_values_of_a_dictionary_are_plain_too(log):
-    """Formerly such a line was not written, and logging printed a traceback with the values as they were."""
     logger, written = log
     logger.warning("kvhma: %(request)s of %(number)03d, %(request)r", {"request": FORGED, "number": 7})
     (line,) = written
@@ -117,7 +116,6 @@ def test_no_line_of_a_traceback_looks_like_one_of_the_log(log):
 
 
 def test_a_long_traceback_ends_with_the_error(log):
-    """Formerly its last lines were left out, which say what went wrong."""
     logger, written = log
 
     def fall(depth: int) -> None:

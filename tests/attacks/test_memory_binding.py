@@ -3,7 +3,7 @@
 
 P and the attacker are processes with real agents. D is a worker in the test's process. NIXL's metadata of P is public
 without a secret, so the attacker has it. It signs a worker identity with its own key and P's metadata, edited or not,
-and answers that it holds every request. Formerly D then read P's blocks for the attacker's requests.
+and answers that it holds every request.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def test_a_board_of_the_attackers_does_not_stand_in_for_ps(p, attacker, d):
 
 @pytest.mark.parametrize("place", [1, BOARD_PLACES - 1])
 def test_a_region_that_was_edited_leads_to_zeros(p, d, place):
-    """P has no board there. It has zeros: formerly a read of an address that P does not have ended P over TCP."""
+    """P has no board there. It has zeros."""
     metadata, key = Metadata.parse(p.said.metadata), Key.new()
     records = (*metadata.regions, moved(metadata.regions[0], board_region(place)))
     hello = forged(p.said, key, metadata=Metadata(metadata.before, records), extra=names_place(EXTRA, place))

@@ -53,8 +53,6 @@ def forge(own, victim):
 
 
 def test_another_requests_blocks(caplog):
-    """Formerly D attended to the victim's tokens: P's table held the attacker's request, and did not know its
-    blocks."""
     p, d = engine("p"), engine("d")
     d.read_from(p)
     victims, mine = [1] * 21, [2] * 21
@@ -73,7 +71,7 @@ def test_another_requests_blocks(caplog):
 
 
 def test_the_labels_show_the_attack():
-    """The same with a P that does not compare digests, as formerly."""
+    """The same with a P that does not compare digests."""
     p, d = engine("p"), engine("d")
     d.read_from(p)
     p.kvhma.context.leases._is_of_params = lambda held, claim: True
@@ -84,7 +82,6 @@ def test_the_labels_show_the_attack():
 
 
 def test_requests_that_nobody_reads(monkeypatch, caplog):
-    """Formerly 20 unread requests had 95 % of P's blocks until their leases ended, and P served no other client."""
     p, d = engine("p", blocks=121), engine("d")
     d.read_from(p)
     told = [prefill(p, f"unread {at}", [at] * 21) for at in range(20)]

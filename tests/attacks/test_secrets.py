@@ -107,7 +107,6 @@ def learned(address, context):
 
 
 def test_an_untrusted_client_without_encryption_learns_nothing(address):
-    # Formerly any client of the side channel received NIXL's metadata, and with it access to P's memory.
     with connect(address) as raw:
         raw.sendall(frame(AskWorkerIdentity(0, 0, NONCE)))
         assert "this engine has a secret" in problem(said(raw))
@@ -379,7 +378,7 @@ def test_handshakes_that_do_not_go_on_are_ended(quick, data):
 
 @pytest.mark.parametrize("hosts", [1, 30], ids=["one host", "many hosts"])
 def test_handshakes_at_a_time_are_bounded(monkeypatch, hosts):
-    """A handshake takes ten times the memory of an engine's connection. Formerly there could be as many of them."""
+    """A handshake takes ten times the memory of an engine's connection."""
     monkeypatch.setattr(connections, "MAX_HANDSHAKES", 8)
     with listening(secrets=A) as found, Client(found.at, 5, A) as engine, contextlib.ExitStack() as stack:
         is_answered(engine)
@@ -398,7 +397,6 @@ def test_handshakes_at_a_time_are_bounded(monkeypatch, hosts):
 
 @pytest.mark.parametrize("flood", ["of unknown hosts", "of an engine's host"])
 def test_handshakes_of_engines_and_of_unknown_hosts_do_not_end_each_other(monkeypatch, flood):
-    """Formerly 64 hosts with 8 handshakes each ended those of an engine's host that began more than 8."""
     monkeypatch.setattr(connections, "MAX_HANDSHAKES", 16)
     unknown = [f"127.0.3.{number % 8 + 1}" for number in range(16)]
     many, few = (unknown, ["127.0.0.1"] * 6) if flood == "of unknown hosts" else (["127.0.0.1"] * 16, unknown[:6])
@@ -667,7 +665,6 @@ def test_an_environment_whose_keys_cannot_be_made(monkeypatch):
 
 
 def test_a_rotation_needs_no_temporary_file(tmp_path, clock):
-    # Formerly a full or read-only TMPDIR made new secrets unusable.
     file = tmp_path / "secret"
     replace(file, b"a" * 32)
     with no_temporary_files():
@@ -706,7 +703,6 @@ def test_a_file_from_the_future_may_be_half_written(tmp_path, clock, caplog):
 
 
 def test_a_file_that_is_touched_all_the_time_is_taken(tmp_path, clock):
-    # Formerly the engine waited until a second had passed without a change, and no line said so.
     file = tmp_path / "secret"
     replace(file, b"a" * 32)
     found = load(file)

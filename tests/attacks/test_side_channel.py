@@ -158,7 +158,6 @@ def test_strangers_do_not_take_all_of_the_time(monkeypatch):
 
 @pytest.mark.parametrize("secrets", [NO_SECRETS, Secrets([b"s" * 32])], ids=["without a secret", "with a secret"])
 def test_questions_without_end_take_half_of_a_core_at_most(monkeypatch, secrets):
-    """Formerly a host without a secret that had one answer took all of a core from the engine's thread."""
     clock = SimpleNamespace(used=0.0, slept=0.0)
 
     def thread_time():
@@ -506,7 +505,6 @@ def test_unread_answers_are_bounded_and_end(monkeypatch, quick):
 
 
 def test_an_answer_counts_until_all_of_it_is_taken(monkeypatch):
-    """Formerly only the rest counted, and 905 MiB were stored under a bound of 256 MiB (T3)."""
     monkeypatch.setattr("support.listening.HELLO", bytes(8 << 20))
     monkeypatch.setattr(connections, "MAX_ANSWERS_BYTES", 32 << 20)
     with listening() as found, contextlib.ExitStack() as stack:
@@ -522,7 +520,6 @@ def test_an_answer_counts_until_all_of_it_is_taken(monkeypatch):
 
 
 def test_a_connection_that_the_listener_closes_counts_for_nothing(monkeypatch):
-    """Formerly the listener counted what a connection had stored before it closed it, and counted that for ever."""
     made, make = [], connections.Connections
     monkeypatch.setattr(server, "Connections", lambda *of: made.append(make(*of)) or made[-1])
     monkeypatch.setattr(connections, "MAX_QUESTIONS_BYTES", 1000)
@@ -806,7 +803,7 @@ def test_idle_connections_are_closed_before_those_that_ask(monkeypatch):
 
 
 def test_untrusted_clients_of_many_hosts_close_no_engines_connections(monkeypatch):
-    """The host with the most connections loses one: formerly an engine with four, if an attacker used many hosts."""
+    """The host with the most connections loses one."""
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 20)
     raws = []
     with listening() as found, contextlib.ExitStack() as stack:

@@ -273,7 +273,6 @@ def test_addresses_where_nobody_is_take_a_few_connections(
 
 
 def test_more_tickets_than_p_has_connections_share_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Formerly each took a connection: 300 followers of a P with room for 256 ended each other's (T5)."""
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 256)
     numbers, add = [], connections.Connections._add_connection
 
@@ -317,7 +316,7 @@ def test_a_ticket_that_p_has_not_looked_for_is_not_unknown(d: TicketFollowers, m
 
 
 def test_several_followers_of_each_ticket(d: TicketFollowers) -> None:
-    """Samples of one prompt. Formerly an answer about one of them was given to another one, again and again."""
+    """Samples of one prompt."""
     tickets = [number.to_bytes(16, "big") for number in range(1, 101)]
     with closing(P()) as p:
         for ticket in tickets:
@@ -332,7 +331,6 @@ def test_several_followers_of_each_ticket(d: TicketFollowers) -> None:
 def test_p_that_is_silent_ends_all_its_tickets_at_the_same_time(
     d: TicketFollowers, honest: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Formerly D asked about four at a time, and each ended after its question had been asked for long enough."""
     monkeypatch.setattr(ticket_followers, "_SILENCE_SECONDS", 2.0)
     asked: list[Address] = []
     note_start = room.Room.note_start

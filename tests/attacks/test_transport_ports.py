@@ -142,7 +142,7 @@ def test_metadata_give_all_of_the_caches(p: WorkerProcess) -> None:
 
 
 def test_the_port_alone_is_enough(p: WorkerProcess) -> None:
-    """Formerly docs/security-agents.md said that a host also needs NIXL's metadata. UCX checks no key over TCP.
+    """UCX checks no key over TCP.
 
     The board is at the same address in each worker. For other memory the attacker has to guess.
     """

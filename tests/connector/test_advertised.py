@@ -139,8 +139,7 @@ def refusal(d, params, tokens=41):
 
 
 def test_parameters_that_lead_a_decode_engine_to_itself():
-    """Both engines have vLLM's default address, on two hosts. Formerly every request failed, and the text said that P's
-    blocks are gone."""
+    """Both engines have vLLM's default address, on two hosts."""
     both = Address("localhost", free_port())
     elsewhere = Address("127.0.0.1", free_port())
     with engine(elsewhere, both, engine_id="p-engine") as p, engine(both, engine_id="d-engine", ranks=1) as d:

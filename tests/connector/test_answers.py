@@ -235,7 +235,7 @@ def test_an_answer_whose_time_is_up(make, monkeypatch):
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["", "overlapped"])
 def test_what_was_loaded_and_lacks_a_block_makes_room(overlapped):
-    """vLLM asks for no more of its tokens. Formerly D stalled until the answers expired."""
+    """vLLM asks for no more of its tokens."""
     for grows in (60, 70, 80, 90):
         chat = Chat("full+sliding", d={"num_blocks": 60, "turns": True, "overlapped": overlapped})
         for _ in range(2):
@@ -360,7 +360,7 @@ def test_answers_go_when_requests_of_d_need_their_blocks(make, long):
 
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_requests_that_lack_a_seat_cost_no_answers(make, overlapped):
-    """Loaded requests wait for one of `max_num_seqs` seats. Formerly each step evicted answers for them."""
+    """Loaded requests wait for one of `max_num_seqs` seats."""
     chat = make(d={"num_blocks": 2000, "overlapped": overlapped})
     for _ in range(20):
         chat.turn(chat.words(60))

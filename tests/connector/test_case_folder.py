@@ -107,7 +107,6 @@ def test_what_cannot_be_written_harms_nobody(
 def test_a_disk_that_gets_full_keeps_no_part_of_a_case(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Formerly each load that failed left another file on the full disk."""
     if name == "rename":
         monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

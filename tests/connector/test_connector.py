@@ -27,7 +27,7 @@ def connector(role, **extra):
 
 
 def test_a_worker_without_caches_ends():
-    """A worker has no scheduler. Formerly it asked for one, which raised, and its threads were not stopped."""
+    """A worker has no scheduler."""
     made = connector(KVConnectorRole.WORKER)
     assert made.get_kv_connector_stats() is None
     with pytest.raises(RuntimeError, match="the worker's side"):
@@ -62,7 +62,6 @@ def log(caplog, monkeypatch):
 
 
 def test_the_log_says_once_what_an_engine_takes_from_everybody(log, monkeypatch, tmp_path):
-    """Formerly neither an open side channel nor parameters that may name any engine made a line of the log."""
     said = log(side_channel_host="10.0.0.1")
     assert (said.count(OPEN), said.count(ANY)) == (1, 1)
     said = log(side_channel_host="127.0.0.1", allowed_prefill_engines=[])

@@ -68,7 +68,6 @@ def test_what_is_ours_and_no_hook_is_private():
     "cls", [EngineCoreRequest, Request, SamplingParams, PoolingParams], ids=lambda one: one.__name__
 )
 def test_what_a_request_brings_is_listed(cls):
-    """Formerly a flag that vLLM began to send for rejected requests was compared as if it were a prompt."""
     assert request_contract.fields(cls) == request_contract.listed(cls.__name__, SERIES)
 
 

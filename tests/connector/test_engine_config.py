@@ -62,7 +62,6 @@ def test_cascade_attention():
 
 
 def test_context_parallelism():
-    """Formerly decode ranks with drafts were refused; specs say which caches these ranks share."""
     draft = SimpleNamespace(method="mtp")
     check_config(config(speculative_config=draft))
     check_config(config(decode_context_parallel_size=2))

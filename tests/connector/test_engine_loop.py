@@ -153,7 +153,6 @@ def goes_on(loop, steps=100):
 
 
 def test_an_engine_that_keeps_blocks_rests(loop, monkeypatch):
-    """Formerly it stepped about 400 times a second, in scheduler and workers, until its lease ended or was read."""
     monkeypatch.setattr(engine_loop, "_STEP_SECONDS", 1e9)
     claim = loop.keep()
     assert steps_in(loop, 1.5) == 0
@@ -162,7 +161,7 @@ def test_an_engine_that_keeps_blocks_rests(loop, monkeypatch):
     before = loop.steps
     until(lambda: not kept(loop.kvhma))
     assert steps_in(loop, 1.5) == 0
-    assert loop.steps == before, "formerly a step, after which each worker spun for a second"
+    assert loop.steps == before
 
 
 def test_what_it_has_freed_is_reported_once(loop, monkeypatch):
@@ -266,7 +265,6 @@ def test_what_was_never_kept_has_no_thread(loop):
 
 
 def test_a_thread_that_has_begun_again_still_wakes_the_loop_up(loop, monkeypatch):
-    """Formerly the thread waited for a notice that the loop sleeps, which the loop sends only when it steps."""
     monkeypatch.setattr(engine_loop, "_TICK_SECONDS", 0.05)
     monkeypatch.setattr(engine_loop, "_STEP_SECONDS", 1e9)
     leases, failed = loop.kvhma.context.leases, threading.Event()
@@ -300,7 +298,6 @@ class SlowBoards:
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_lease_is_never_seen_in_neither_place(loop, ends, monkeypatch):
-    """Formerly such a lease was neither held nor ended: the loop slept for good, and a shutdown was over at once."""
     monkeypatch.setattr(engine_loop, "_STEP_SECONDS", 1e9)
     claim, leases = loop.keep(), loop.kvhma.context.leases
     slow = leases._boards = SlowBoards(leases._boards)

@@ -401,7 +401,7 @@ def as_rows(geometry: Geometry) -> Geometry:
     ids=["indexer", "indexer, blocks first", "V4 window", "V4 window, blocks first"],
 )
 def test_scales_behind_the_tokens_of_a_block(form, layout, as_it_was):
-    """Wrong (token, layer) with blocks of 64 and three layers: 0 now; formerly, with every token cut as a row, more."""
+    """Wrong (token, layer) with blocks of 64 and three layers: 0 now."""
     decode, prefill = (Engine(form, seed=seed, layout=layout, block=64) for seed in (1, 2))
     usual = DEFAULT_DESCRIPTOR_BYTES
     assert set(wrong_after(decode, prefill, as_it_was, descriptor_bytes=usual).values()) == {0}

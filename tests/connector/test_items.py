@@ -127,7 +127,7 @@ def test_what_is_not_trusted(p, d, what):
 @pytest.mark.parametrize("backoff", [0, 1])
 @pytest.mark.parametrize("given", [[], [feature("a placeholder", offset=70, length=10)]])
 def test_an_item_that_d_would_have_to_compute(p, d, given, backoff):
-    """The last token is always computed: vLLM's worker looks for the item there, and formerly the engine ended."""
+    """The last token is always computed: vLLM's worker looks for the item there."""
     d.context.engine = replace(d.context.engine, backoff=backoff)
     request = asked("r", handed_over(p, feature(offset=70, length=10)), *given)
     before = list(request.block_hashes)
@@ -156,7 +156,7 @@ def grid(*sizes):
     ],
 )
 def test_positions_that_depend_on_items(p, d, at_p, given, why):
-    """A tall and a wide picture may have as many tokens: formerly D answered from other positions."""
+    """A tall and a wide picture may have as many tokens."""
     for one in (p, d):
         one.context.engine = replace(one.context.engine, positions_depend_on_items=True)
     features = [] if given == [] else [feature("a placeholder", data=given)]
@@ -205,7 +205,6 @@ def test_one_that_is_preempted_is_not_computed_from_its_placeholder(p, d, hit):
 
 
 def test_items_of_a_prompt_that_must_not_read_the_cache(p, d):
-    """Formerly vLLM computed the placeholder, even with a load, and cached it as P's picture from then on."""
     request = asked("r", handed_over(p, feature()), feature("a placeholder"), prompt_logprobs=1)
     before = list(request.block_hashes)
     d.on_request_added(request)
@@ -236,7 +235,7 @@ def test_what_all_groups_have_is_what_is_not_computed(p, d, loaded, all_groups, 
 
 
 def test_who_computes_what_fails_takes_over_nothing(p):
-    """A producer may recompute, and gets parameters of P all the same: formerly the request failed again and again."""
+    """A producer may recompute, and gets parameters of P all the same."""
     d = scheduler(mm_items="trust_prefill", recompute=True, ranks=1)
     try:
         request = asked("r", handed_over(p, feature()), feature("a placeholder"))
@@ -248,7 +247,6 @@ def test_who_computes_what_fails_takes_over_nothing(p):
 
 
 def test_workers_hear_of_no_items(p, d):
-    """Formerly the items of a prompt that was followed to its end were in each rank's order."""
     ticket = "0123456789abcdef" * 2
     at_p = asked("at p", {"do_remote_decode": True, "kvhma_ticket": ticket}, feature())
     p.on_request_added(at_p)

@@ -401,10 +401,7 @@ def second(d, monkeypatch):
 
 
 def test_a_board_speaks_for_its_own_worker_only(p, d, asked, second):
-    """An untrusted peer repeats another engine worker's identity beside its own, and writes its own board.
-
-    Formerly D then used blocks of that worker that belonged to another request, or were free.
-    """
+    """An untrusted peer repeats another engine worker's identity beside its own, and writes its own board."""
     second.leases.show_on_boards(LeaseBoards([second.board.file]))
     assert not is_verified(d, p)
     assert asked == [1]
@@ -642,7 +639,6 @@ def test_a_lost_engine_whose_board_is_read_keeps_nobody_waiting(p, d, stuck):
 
 
 def test_a_board_that_nixl_does_not_register_leaves_nothing():
-    """Formerly the descriptor of its file stayed open, once for each wake from sleep."""
 
     def register(geometry):
         raise TransferError("NIXL_ERR_BACKEND")

@@ -61,10 +61,8 @@ STORIES = {
     "a renewal extends it": "wait 29, claim 1, over, wait 29, claim 1, over, wait 29, claim 1, over, wait 29.9, over",
     "a reader that renews for ever holds it for ever": ", ".join(["claim 1, wait 29, over"] * 1000),
     "a release is reported once": "read 1 1, read 1, refused 1, over READ, over",
-    # Formerly the first reader had it alone: of three samples with the same parameters two lost their blocks.
     "readers share a request": "claim 1 2 3, read 2, over, read 1, over, claim 3, read 3, over READ",
     "a reader releases with its question": "claim 1, asks 2, over, asks 1, over READ",
-    # Formerly any release freed the blocks, so that the next decode engine found no blocks.
     "a reader that fails leaves it to the next": "claim 1, unread 1, over, claim 2, read 2, over READ",
     "a reader that fails after another has read is the last": "claim 1 2, read 1, unread 2, over READ",
     "no reader could read it": "claim 1, unread 1, wait 30, over, wait 1, over UNREAD",
@@ -75,9 +73,8 @@ STORIES = {
     "a late reader is too late": "claim 1, shared 1, wait 1.9, over, wait .1, over READ, refused 2",
     "time for late readers ends with the lease": "wait 29, shared 1, over, wait 1, over READ",
     # P was stopped for longer than a lease. Its next step ran before its listener read the renewals that had arrived
-    # in time. Formerly P freed the blocks, and answered the reader, rightly, that they were not held.
+    # in time.
     "renewals wait while P is stopped": "claim 1, wait 300, over, claim 1, wait 29, over",
-    # Formerly a renewal of an expired lease was refused, although the blocks were still held.
     "a renewal before the next step": "claim 1, wait 31, claim 1, over",
     "a turn is held for longer": "turn, wait 479.9, over, wait .1, over, wait 1, over KEPT_TURN_EXPIRED",
     "a reader of a turn shortens nothing": "turn, claim 1, unread 1, wait 479, over, claim 1, wait 29, over, asks 1, "
@@ -140,11 +137,8 @@ def test_who_is_told_held_has_been_so_all_the_time(table, clock):
 
 
 def test_a_claim_of_other_parameters_is_not_of_this_request(table, clock):
-    """Formerly the table knew a request and its readers, but not the parameters that it had handed out.
-
-    An attacker with parameters of a request could put another request's blocks into them, and recompute the digest,
-    which has no secret. P confirmed that it held them, and a decode engine continued another tenant's prompt.
-    """
+    """A client with parameters of a request can put another request's blocks into them, and recompute the digest if
+    there is no secret. P must not confirm that it holds them."""
     mine = add(table, "mine")
     forged = b"of other blocks!"
     assert table.renew([claim(mine, 1, forged), claim(mine, 2)]) == [OTHER, HELD]
@@ -246,8 +240,6 @@ def test_one_that_was_read_and_waits_for_late_readers_may_go(table):
 
 @pytest.mark.parametrize("what", ["renews", "finishes"])
 def test_readers_that_are_gone_are_counted_off_once(table, clock, what):
-    """Formerly their blocks were subtracted again when one more reader needed their room, and then not for a later
-    request."""
     table.max_unread_blocks = 10
     most = lease_table.MAX_READERS
     key = add(table, "a", range(10))

@@ -150,8 +150,6 @@ def test_the_renewer_survives_any_address(renewer, host, address, service):
 
 @pytest.mark.parametrize("they", ["never end", "end"])
 def test_addresses_that_never_answer_keep_no_good_claim_waiting(address, listen, silent, they, monkeypatch):
-    """Formerly 64 requests with a bogus `remote_host` filled the renewer: it renewed no claims of other engines
-    (S10)."""
     monkeypatch.setattr(room, "MAX_WAITING", 64)
     service, known = LeaseService(), Address("127.0.0.1", free_port())
     for at in (known, address):
@@ -172,7 +170,6 @@ def test_addresses_that_never_answer_keep_no_good_claim_waiting(address, listen,
 
 
 def test_500_silent_addresses_and_a_new_engine(address, service, silent):
-    """Formerly they took all threads for unknown peers, for so long that the lease of a new engine ended (T4)."""
     with renewing(timeout=10 * HANG_SECONDS) as renewer:
         if renewer._peers._room.limit * 3 // 4 <= 500:
             pytest.skip("the process may not open enough files")
@@ -184,9 +181,6 @@ def test_500_silent_addresses_and_a_new_engine(address, service, silent):
 
 
 def test_addresses_of_a_strangers_choosing_are_bounded(address, service, caplog):
-    """Formerly each bogus `remote_host` was kept until a thread had tried it, ten a second. After 12,000 of them a
-    request could wait a second in the scheduler's step, which looked at all of them under a lock. Each made a line of
-    the log."""
     with renewing() as renewer:
         good = claim("good")
         renewer.track_claim(address, good, every=0.1)
@@ -203,7 +197,6 @@ def test_addresses_of_a_strangers_choosing_are_bounded(address, service, caplog)
 
 
 def test_more_engines_than_may_be_asked_at_a_time_are_all_served(listen, renewer, monkeypatch):
-    """Formerly claims at more than `max_peers` engines were dropped without a line of the log."""
     monkeypatch.setattr(room, "MAX_WAITING", 2)
     services = {Address("127.0.0.1", free_port()): LeaseService() for _ in range(12)}
     for at, service in services.items():
@@ -246,8 +239,6 @@ def test_the_renewer_begins_again_whatever_is_raised(address, service, monkeypat
 
 
 def test_many_claims_are_all_renewed_and_each_new_one_alone(address, service, renewer):
-    """Formerly, if claims did not fit one message, some were chosen at random; each new request renewed all others
-    too."""
     claims = [claim("n" * 500 + str(number)) for number in range(MAX_CLAIMS + 10)]
     for one in claims:
         renewer.track_claim(address, one, every=0.5)
@@ -386,7 +377,6 @@ def test_every_outcome_reaches_p(address, service):
 
 
 def test_answers_to_other_claims_say_nothing_of_what_is_held(address, renewer, listen):
-    """Formerly an answer of another length was ignored, and the renewer waited for another as if nothing were wrong."""
     service = LeaseService(extra=1)
     listen(service)
     one = claim("a")
@@ -433,7 +423,7 @@ def test_a_release_is_said_twice_at_most(address, renewer, monkeypatch):
 
 
 def test_a_listener_that_ended_a_connection_hears_the_next_question_all_the_same(address, renewer, listen):
-    """P's listener closes connections that are idle for long; formerly the first message over a closed one was lost."""
+    """P's listener closes connections that are idle for long."""
     for name in ("a", "b"):
         service = LeaseService()
         listener = listen(service)
@@ -443,7 +433,6 @@ def test_a_listener_that_ended_a_connection_hears_the_next_question_all_the_same
 
 
 def test_an_engine_whose_secret_was_taken_back_is_not_told_of_leases_any_more(address, listen, tmp_path, monkeypatch):
-    """Formerly the connection to it stayed open as long as there were claims to renew."""
     monkeypatch.setattr(wire_secrets, "_REREAD_SECONDS", 0.02)
     file = tmp_path / "secrets"
     file.write_bytes(b"o" * 32)
@@ -559,7 +548,6 @@ def test_what_p_held_before_it_reset_its_caches_is_refused_with_both_values(clie
 
 
 def test_a_second_reader(clients, table):
-    """Formerly the answer was that the blocks had been read already, although they were all still held."""
     key = add(table, "a")
     for reader in (1, 2):
         ask(clients, claim(key, reader)).check(0, P)
@@ -569,7 +557,6 @@ def test_a_second_reader(clients, table):
 
 
 def test_other_parameters_than_were_handed_out(clients, table):
-    """Formerly P's table knew the request and its reader, not the blocks: other blocks in the parameters were read."""
     with pytest.raises(RequestError, match="P handed out other parameters for 'a' than these"):
         ask(clients, claim(add(table, "a"), digest=b"x" * 16)).check(0, P)
 
@@ -583,10 +570,7 @@ def proving_with(clients):
 
 
 def test_an_answer_is_of_the_engine_that_was_read(clients, table):
-    """An untrusted listener may repeat P's identity, so that D reads from P, and answer about leases in P's place.
-
-    Formerly D then never asked P's table, and used blocks of another request.
-    """
+    """An untrusted listener may repeat P's identity, so that D reads from P, and answer about leases in P's place."""
     key = add(table, "a")
     proving = proving_with(clients)
     ask(clients, claim(key), proving=proving).check(0, P)
@@ -650,7 +634,7 @@ def test_a_connection_is_kept_for_the_next_question(clients, table):
 
 
 def test_a_connection_that_p_has_ended_costs_no_load(clients, listen):
-    """An engine closes idle connections; formerly the loads whose question used such a connection failed."""
+    """An engine closes idle connections."""
     listener = listen(LeaseService())
     ask(clients, claim("a")).check(0, P)
     listener.close()
@@ -683,7 +667,6 @@ def test_an_answer_for_other_claims_than_were_asked(clients, listen):
 
 
 def test_a_panic_while_p_is_asked_is_an_answer_too(clients, monkeypatch):
-    """Formerly an exception in a thread that asked reached no load: its loads would have waited for ever (S8)."""
 
     def panics(*_, **__):
         raise Panic("no")

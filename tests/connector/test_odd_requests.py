@@ -27,7 +27,7 @@ REMOTE = {"do_remote_decode": True}
 
 
 def test_a_prompt_of_tokens_and_embeddings_stays_in_step():
-    """vLLM's worker compares the lengths of both; formerly the engine ended."""
+    """vLLM's worker compares the lengths of both."""
     p = scheduler(backoff=1, has_state=True)
     try:
         sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": REMOTE})
@@ -86,7 +86,7 @@ def scheduled(p, name, count, held):
 
 
 def test_blocks_of_a_request_that_was_preempted_are_copied_again():
-    """P's parameters then name other blocks: formerly D read the previous content of their host copies."""
+    """P's parameters then name other blocks."""
     p = staging_scheduler()
     try:
         asked = staged_request()
@@ -201,7 +201,7 @@ def test_a_state_that_went_on_behind_its_copy_is_not_handed_on():
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_two_engines_that_wait_for_each_others_blocks_end(recompute):
-    """Each holds blocks for the other and has no room to read: formerly both renewed their claims for ever."""
+    """Each holds blocks for the other and has no room to read."""
     groups = (GroupShape("0.full", "full", 4),)
     one, other = (
         Engine(EngineShape(name, groups, 9, batch=64, caching=False, recompute=recompute), random.Random(1))
@@ -258,7 +258,7 @@ def test_a_window_that_p_has_passed_is_the_policys_to_decide(recompute):
 
 @pytest.mark.parametrize("hit", [31, 32, 40])
 def test_what_fails_does_so_behind_a_hit_that_ends_inside_of_a_block(hit):
-    """VLLM accepts no load that is shorter than such a hit's last block: formerly D always computed the prompt."""
+    """VLLM accepts no load that is shorter than such a hit's last block."""
     groups = (GroupShape("0.full", "full", 16), GroupShape("1.state", "state", 16))
     p, d = (
         Engine(
@@ -313,7 +313,7 @@ def test_a_prompt_that_is_computed_to_its_end(why):
 
 
 def test_samples_that_share_a_prompt_are_cut_once():
-    """Where engine and front end are one process they share the list: formerly the second sample lost two tokens."""
+    """Where engine and front end are one process they share the list."""
     p = scheduler(backoff=1)
     try:
         tokens = list(range(10))
@@ -327,7 +327,6 @@ def test_samples_that_share_a_prompt_are_cut_once():
 
 
 def test_a_client_cannot_say_that_a_request_was_stopped_early():
-    """Formerly a mark in the parameters recorded it, which a client could set as well as the connector."""
     p = scheduler(backoff=1, has_state=True)
     try:
         asked = prefill_request("r", list(range(10)))

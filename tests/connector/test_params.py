@@ -127,7 +127,6 @@ def test_all_groups_together_have_a_bound():
 
 
 def test_more_tokens_than_the_prompt_has_are_of_another_prompt():
-    """Formerly a refusal, or a bound on blocks that the text called malformed."""
     with pytest.raises(OtherPromptError, match="P computed 300 tokens, this prompt has 40"):
         read(params(), 40)
 
@@ -332,7 +331,6 @@ def test_without_a_secret_anybody_can_write_parameters():
 
 
 def test_with_a_secret_only_an_engine_can():
-    """Formerly the digest had no key: an attacker could put another request's blocks into P's parameters."""
     right = written(secrets=SECRET)
     assert read(right, secrets=SECRET)._replace(digest=b"") == REMOTE
     mine = right | {"kvhma": forged(NO_SECRET)["kvhma"] | {"signed": True}}

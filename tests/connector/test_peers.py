@@ -250,7 +250,6 @@ def test_calls_that_wait_are_bounded(silent: Address, monkeypatch: pytest.Monkey
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # ssl leaves its socket to the collector
 def test_a_connection_that_is_reset_while_it_opens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Formerly its descriptor stayed registered: the next connection with this descriptor was never ready."""
     connect_ex = socket.socket.connect_ex
     waits: dict[int, int] = {}
 
@@ -448,7 +447,6 @@ def test_p_that_says_more_than_it_was_asked(asking: Peers) -> None:
 
 
 def test_only_the_thread_ends_calls_if_it_is_late_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Formerly :meth:`Peers.close` ran callbacks beside the thread, which raised since a dictionary had changed."""
     monkeypatch.setattr(peers, "_CLOSE_SECONDS", 0.0)
     is_late, may_end, ended_in = threading.Event(), threading.Event(), []
 

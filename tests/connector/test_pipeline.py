@@ -160,7 +160,6 @@ def test_p_is_lost(start):
 
 
 def test_a_stage_of_p_that_says_no_hello_is_missed(start, caplog):
-    """Formerly D took its layers for layers that P does not have, and zeroed them."""
     p, d = start("p", FULL, Split(pp=2)), start("d", FULL, Split(), recompute=False)
     p.publish(p.workers[:1])
     d.add("r", tokens := prompt(1, 100), 2, prefill(p, "r", tokens))

@@ -163,7 +163,6 @@ def test_what_was_lost_is_connected_again_and_the_rest_kept(world):
 
 
 def test_an_address_that_leads_back(world):
-    """Formerly the text said that P's blocks are gone, for every request and for ever."""
     own = LocalEngine("d", 7, {(0, rank): hello for rank, hello in enumerate(world.workers("D"))})
     at = Address("127.0.0.1", free_port())
     with contextlib.closing(Listener(at, own, leases=NOBODY, secrets=NO_SECRET, counters=Counted())):
@@ -331,8 +330,7 @@ def test_a_lasting_failure_stands_for_the_next_ones_and_keeps_nothing_of_it(worl
 @pytest.mark.parametrize("under_way", [False, True])
 @pytest.mark.parametrize("wrong", [{"engine_id": "q"}, {"tp_size": 3}])
 def test_wrong_parameters_fail_no_right_ones_of_the_same_engine(world, wrong, under_way):
-    """Formerly a request that named an unknown engine with a wrong `tp_size`, which no digest covers, failed the
-    requests of all other clients for a second, again and again. So it did those that came during its handshake."""
+    """No digest covers `engine_id` and `tp_size`: a client may name an engine with wrong ones."""
     remote = world.prefill()
     named = remote._replace(**wrong)
     if under_way:
@@ -344,7 +342,6 @@ def test_wrong_parameters_fail_no_right_ones_of_the_same_engine(world, wrong, un
 
 
 def test_handshakes_with_an_engine_of_the_operator_are_bounded(worlds, silent):
-    """Formerly each wrong `kvhma.instance` with its address started a thread more, while the engine did not answer."""
     world = worlds(max_peers=2, prefill_engines=[str(silent)])
     for at in range(4):
         world.begin(Incarnation(silent, "p", at, None))
@@ -446,7 +443,6 @@ def test_names_that_nobody_answers_for_have_a_bound_in_time_and_number(slow_name
 
 
 def test_names_of_a_strangers_choosing_leave_known_ones_their_room(slow_names):
-    """Formerly 64 names with slow lookups prevented a prefill engine from being found again by its name."""
     known = Address("localhost", 7)
     assert names.resolve(known, 5).host == "127.0.0.1"
     with contextlib.suppress(HandshakeTimeoutError):
@@ -478,8 +474,6 @@ def test_one_who_waits_and_fails_takes_nothing_from_the_others(world):
 
 
 def test_more_engines_than_there_is_room_for(worlds):
-    """Formerly an engine beyond `max_peers` was connected anyway while the others were busy, without a line of the
-    log."""
     world = worlds(max_peers=2)
     busy = [world.prefill(*world.workers(name), instance=at) for at, name in enumerate("PQ")]
     held = [world.acquire(remote) for remote in busy]
@@ -552,8 +546,6 @@ def test_hellos_of_all_handshakes_together_are_bounded():
 
 
 def test_hellos_of_all_known_engines_together_are_bounded(world):
-    """Formerly an identity no longer counted once its handshake had ended, though its peer keeps it: 128 MiB for each
-    of 64 engines of an attacker."""
     world.engines._known_budget = IdentityBudget(300_000, 64)  # room for one that is large
     small = world.connect("S", 1)
     large = [world.worker(name, slice(None), metadata=100_000) for name in "LM"]
@@ -616,8 +608,6 @@ MODELS = {
 
 @pytest.mark.parametrize(("here", "there", "text"), MODELS.values(), ids=MODELS)
 def test_caches_of_another_model_are_refused(worlds, monkeypatch, caplog, here, there, text):
-    """Formerly two fine-tunes of one shape mixed without an error: each engine named its model, and D did not
-    compare."""
     monkeypatch.setattr(peer_log, "_SECONDS", 1e-9)  # all lines, not only ten at once
     world = worlds(msgspec.structs.replace(IDENTITY, **here))
     extras = [encode_extra(msgspec.structs.replace(IDENTITY, **changes), vllm="0.31.0") for changes in there]

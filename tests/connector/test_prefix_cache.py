@@ -88,7 +88,7 @@ FULL = FullAttentionSpec(**ATTENTION)
         (FULL, True, True),
         (SlidingWindowSpec(**ATTENTION, sliding_window=24), True, False),
         (SlidingWindowSpec(**ATTENTION, sliding_window=24), False, True),
-        # Without that cache the length of a hit is unknown; formerly the engine stopped at its start.
+        # Without that cache the length of a hit is unknown.
         (EncoderOnlyAttentionSpec(**ATTENTION), True, False),
     ],
 )

@@ -191,7 +191,6 @@ def test_p_begins_when_a_request_comes(p, go_on, end):
 
 
 def test_what_was_not_begun_does_not_wait_for_others(go_on):
-    """Formerly an abort blocked the scheduler until all earlier prompts were summed."""
     prompts = PromptDigests()
     first, second = request("a", 64), request("b", 64)
     assert prompts.begin_digest(first, 64)

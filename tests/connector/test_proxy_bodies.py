@@ -34,7 +34,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
     ids=str,
 )
 def test_whose_prompt_log_probabilities_vllm_computes(kind, more):
-    """vLLM always computes those of an echoed chat, and formerly P had computed the prompt too."""
+    """vLLM always computes those of an echoed chat."""
     made = (CompletionRequest if kind is PROMPT else ChatCompletionRequest)(**kind, **more)
     computed = made.to_sampling_params(4, {}).skip_reading_prefix_cache
     # vLLM 0.31 leaves an echoed chat without log-probabilities to its cache; the proxy does not know the version.

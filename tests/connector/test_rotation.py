@@ -169,7 +169,6 @@ def test_a_file_that_is_mounted_alone_never_changes(tmp_path):
 
 @pytest.mark.parametrize("name", MEETINGS)
 def test_requests_are_handed_off_if_a_rotation_fails(name, tmp_path, monkeypatch, caplog):
-    """Formerly such errors came out of P's request_finished and D's add, and ended the engine."""
     file, clock = tmp_path / "secret", Clock(monkeypatch)
     replace(file, OLD)
     p, d = made = [scheduler(secrets=Secrets.load(SimpleNamespace(secret_file=str(file)))) for _ in range(2)]

@@ -112,7 +112,6 @@ def test_a_message_with_more_claims_is_refused():
 
 
 def test_leases_at_more_engines_than_the_renewer_talks_to_are_given_up_with_a_line(monkeypatch, caplog):
-    """Formerly they were dropped without a line of the log: P held the blocks until their leases ended."""
     monkeypatch.setattr(lease_renewer, "_MAX_SESSIONS", 8)
     monkeypatch.setattr(Peers, "run_task", lambda self, task: None)
     counted = Counted()

@@ -181,7 +181,6 @@ def test_a_request_is_held_until_its_reader_lets_go(p, d):
     ("held", "step", "engines", "waits"), [(1, STEP, 1, 4), (0, STEP, 1, 4), (1, BUSY, 1, 0), (1, STEP, 2, 0)]
 )
 def test_an_engine_that_only_keeps_blocks_waits_for_their_readers(make, monkeypatch, held, step, engines, waits):
-    """Formerly it scheduled again and again, and its listener and the readers had to share the cores with that."""
     one = make(may_wait=engines == 1)
     asked = []
     monkeypatch.setattr(one.context.leases, "wait_for_end", asked.append)
@@ -239,7 +238,7 @@ def test_workers_know_the_trace_of_a_request(p, d):
 
 
 def test_a_renewal_that_comes_after_the_last_question_keeps_nothing(p, make):
-    """It may overtake the question. Formerly it made a reader of one that had finished, for a whole lease."""
+    """It may overtake the question."""
     d = make(ranks=1)
     asked = added(d, finished_at(p), "0_r")
     order = load(d, asked)
@@ -317,8 +316,7 @@ def changed(what, asked):
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("what", ["tokens", "fewer tokens", "adapter", "salt"])
 def test_another_prompt_changes_nothing_for_the_right_one(p, make, monkeypatch, what, recompute):
-    """Formerly it was loaded (with another adapter or salt, a good load), and its end freed the right blocks. Then D
-    computed it, with any `kv_load_failure_policy`."""
+    """Its end must not free the right blocks."""
     d = make(recompute=recompute)
     said, params = messages_of(d, monkeypatch), finished_at(p)
     other = changed(what, request("other", params=params))
@@ -389,7 +387,6 @@ def must_not_read_the_cache(params, tokens=40):
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_a_prompt_that_must_not_read_the_cache_is_computed(p, make, recompute):
-    """Formerly D sent nothing, and P held it."""
     d = make(recompute=recompute)
     asked = must_not_read_the_cache(finished_at(p))
     d.on_request_added(asked)
@@ -399,7 +396,7 @@ def test_a_prompt_that_must_not_read_the_cache_is_computed(p, make, recompute):
 
 @pytest.mark.parametrize(("change", "tokens", "cause"), [({"kvhma": None}, 40, "refused"), ({}, 39, "other_prompt")])
 def test_what_is_computed_instead_of_failing_is_counted(p, make, change, tokens, cause):
-    """VLLM computes a prompt that must not read the cache. Formerly nothing was logged or counted."""
+    """VLLM computes a prompt that must not read the cache."""
     d = make(recompute=False)
     asked = must_not_read_the_cache(finished_at(p) | change, tokens)
     d.on_request_added(asked)
@@ -411,7 +408,6 @@ def test_what_is_computed_instead_of_failing_is_counted(p, make, change, tokens,
 
 @pytest.mark.parametrize("secrets", [(), [b"a secret of the two of them"]])
 def test_what_vllm_rejected_lets_p_go(make, secrets):
-    """Formerly D compared the prompts, and P held the blocks for all of its lease."""
     p, d = make(secrets=secrets), make(secrets=secrets, recompute=False)
     rejected_by_vllm(d, finished_at(p))
     wait_until_freed(p)
@@ -444,7 +440,6 @@ def test_parameters_that_were_changed_are_refused_and_p_does_not_hear_of_it(p, d
 
 
 def test_samples_of_one_prompt(p, d):
-    """Formerly, with n = 3, the first reader had the blocks alone, and with policy `fail` two samples were lost."""
     params = finished_at(p)
     samples = [added(d, params, f"{index}_parent") for index in range(3)]
     assert len({load(d, asked).reader for asked in samples}) == 3
@@ -475,7 +470,6 @@ def test_a_sample_does_not_wait_forever_for_an_answer(p, d):
 
 
 def test_parameters_that_come_twice(p, d):
-    """Formerly the second request with the same parameters failed."""
     params = finished_at(p)
     first = added(d, params, "a")
     assert d.matched_tokens(first, 0) == (40, True), "P need not confirm an ordinary request first"
@@ -489,7 +483,6 @@ def test_parameters_that_come_twice(p, d):
 
 @pytest.mark.parametrize(("status", "recompute"), [("ERROR", False), ("", True), ("ABORTED", False)])
 def test_after_a_failed_load_another_engine_may_read(p, make, status, recompute):
-    """Formerly P freed the blocks when the first engine had failed."""
     first = make(recompute=recompute)
     asked = added(first, finished_at(p), status=f"FINISHED_{status}")
     load(first, asked)
@@ -508,7 +501,7 @@ def test_after_a_failed_load_another_engine_may_read(p, make, status, recompute)
 
 @pytest.mark.parametrize("has_state", [False, True])
 def test_p_that_went_one_token_too_far(make, has_state):
-    """With `prompt_logprobs` P computes all of the prompt: formerly D refused the blocks that it named."""
+    """With `prompt_logprobs` P computes all of the prompt."""
     p, d = (make(backoff=1, has_state=has_state) for _ in range(2))
     asked = must_not_read_the_cache({"do_remote_decode": True})
     p.on_request_added(asked)
@@ -559,7 +552,7 @@ def test_a_state_that_drafts_have_moved_is_not_handed_on(make, caplog):
 
 
 def test_the_last_token_is_left_to_d(make):
-    """Engine and front end may be one process: formerly the first sample's mark affected others with its parameters."""
+    """Engine and front end may be one process."""
     p, params = make(backoff=1), {"do_remote_decode": True}
     for index in range(2):
         asked = added(p, params, f"{index}_parent")
@@ -599,7 +592,6 @@ def test_the_reason_of_a_lease_that_ends_is_logged(p, d, clock, caplog):
 
 
 def test_names_of_clients_do_not_fill_the_log(p, clock, caplog):
-    """Formerly a line named all of the requests, as their clients had named them."""
     for at in range(100):
         finished_at(p, f"at p {at}\n\x1b[2J")
     clock.pass_by(30)
@@ -673,11 +665,7 @@ def digest_of(params):
 
 def test_blocks_of_another_request_are_not_read_with_the_parameters_of_ones_own(p, d, caplog):
     """An attacker with a prefilled prompt put another held request's blocks into its parameters, and recomputed the
-    digest.
-
-    Formerly the digest had no secret. P held the attacker's request, so D loaded the other tenant's cache and continued
-    its prompt.
-    """
+    digest. P holds the attacker's request too."""
     theirs = finished_at(p, "victim", start=300)
     mine = finished_at(p)
     params = forged(mine, theirs)
@@ -724,7 +712,6 @@ def test_connections_that_are_refused_are_counted(p):
 
 @pytest.mark.parametrize(("lease", "every"), [(0.1, 0.5), (1.0, 0.5), (30.0, 5.0), (1e9, 600.0)])
 def test_a_lease_of_a_strangers_choosing_has_a_floor_and_a_ceiling(d, make, monkeypatch, lease, every):
-    """Formerly `kvhma.lease: 0.1` in its parameters renewed a request 200 times as often as others (S10)."""
     said = messages_of(d, monkeypatch)
     asked = added(d, finished_at(make(lease=lease)))
     d.on_step(STEP)
@@ -735,7 +722,6 @@ def test_a_lease_of_a_strangers_choosing_has_a_floor_and_a_ceiling(d, make, monk
 
 @pytest.mark.parametrize("allowed", [True, False])
 def test_parameters_from_where_they_may_not_come(p, make, monkeypatch, allowed):
-    """Formerly D read from any engine that parameters named; its bytes went into the prefix cache for all (S2)."""
     at = p.context.engine.address
     entry = AllowedEngines.read(f"{at.host}:{at.port if allowed else 1}")
     d = make(allowed_prefill_engines=(entry,))
@@ -750,7 +736,6 @@ def test_parameters_from_where_they_may_not_come(p, make, monkeypatch, allowed):
 
 
 def test_the_allowed_sources_are_made_once(make):
-    """Formerly each request made them anew, from settings that do not change."""
     one = make()
     assert one.context.sources is one.context.sources
     assert one.context.sources == one.context.settings.sources(has_secret=one.context.secrets.enabled)

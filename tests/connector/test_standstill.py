@@ -47,7 +47,6 @@ def test_the_clocks_of_this_machine():
 
 
 def test_one_line_and_one_count_for_each(monkeypatch, caplog):
-    """Formerly nothing reported that a machine had stalled, so its effects could not be explained (S6)."""
     jump = [0.0]
     monkeypatch.setattr(module, "_INTERVAL_SECONDS", 0.01)
     real = module.read_clocks

@@ -59,7 +59,6 @@ def sample(name, engine=0, **labels):
 
 
 def test_a_gauge_that_comes_back_to_0_says_so(clock, prom):
-    """Formerly stats of zeros counted as empty, so vLLM did not receive the zero."""
     gauges = {"held_leases": 0, "pinned_blocks": 0}
     collector = StatsCollector(lambda: gauges, busy=lambda: any(gauges.values()))
     assert collector.take() is None, "nothing has been kept yet"
@@ -141,7 +140,6 @@ def test_the_log_line_shows_what_is_kept():
 
 
 def test_threads_count_together():
-    """Formerly the listener's thread and the scheduler's added to the same numbers: an addition could be lost."""
     collector = StatsCollector()
 
     def count():
@@ -211,7 +209,6 @@ def test_no_metric_is_documented_that_there_is_not():
 
 @pytest.mark.parametrize("connector", [KvhmaConnector, drop_in.NixlConnector])
 def test_a_child_of_multi_connector_is_found_by_its_name(connector):
-    """Formerly the front end ended with the first statistics: `Connector 'KvhmaConnector' is not registered.`"""
     # What MultiConnector calls a child's statistics, as they come from the engine's process.
     name = connector.__name__
     found = MultiConnector.build_kv_connector_stats({name: TransferStats().data})

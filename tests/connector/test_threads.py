@@ -18,7 +18,6 @@ class Panic(BaseException):
 
 @pytest.mark.parametrize("kind", [ValueError, Panic, SystemExit])
 def test_work_begins_again_whatever_is_raised(kind, caplog):
-    """Formerly `except Exception` missed a panic of Rust: the thread ended, and with it every load (S8)."""
     left, counted = [kind("a"), kind("b")], Counted()
 
     def work():

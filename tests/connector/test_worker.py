@@ -123,7 +123,6 @@ def test_loads_of_a_step_are_read_and_reported_once(p, d, renewed):
 
 
 def test_without_nixls_telemetry_its_descriptors_are_unknown(p, decode, monkeypatch):
-    """Formerly each load reported 0 of them."""
     monkeypatch.setenv("NIXL_TELEMETRY_ENABLE", "n")
     d = decode()
     d.start(a=(p.remote("a", [1, 2, 3]), [7, 6, 5]))
@@ -252,7 +251,6 @@ def test_an_idle_step_waits_for_all_loads(d, silent, waits):
 
 
 def test_a_busy_step_waits_for_short_loads_that_it_has_started(p, d, met, waits, held_reads, monkeypatch):
-    """Formerly each step with loads held up the engine for 2 ms, for loads of another thread (P1)."""
     monkeypatch.setattr(read_pump, "_SHORT_BLOCKS", 1)
     waits.clear()
     loads = p.loads(long=[2, 3], short=[4], another=[5, 6])
@@ -284,7 +282,6 @@ PIECE, SHORT, LONG = (
     ids=["its own load, not others", "a piece", "a load, while a piece is read"],
 )
 def test_a_step_waits_for_one_end_and_for_nothing_after_it(monkeypatch, expected, ends, wait):
-    """Formerly, while a piece was read, an engine without work only stepped, which uses two cores."""
     for limit in ("_NEXT_READ_SECONDS", "_MAX_WAIT_SECONDS"):
         monkeypatch.setattr(results, limit, 60.0)
     found = LoadResults()
@@ -360,7 +357,6 @@ def test_who_reads_a_load(p, decode, monkeypatch, changes, thread):
 
 
 def test_what_a_load_took_is_counted_beside_the_engine_though_no_other_step_comes(p, monkeypatch):
-    """Formerly the engine's thread, which reads short loads, measured them before it reported that they had ended."""
     d = Decode()
     threads = threads_of(monkeypatch, d.worker._pump._metrics, "measure")
     d.reads(p, met=[1])
@@ -386,7 +382,6 @@ def test_short_loads_of_a_step_are_asked_for_together(p, d, met, monkeypatch):
 
 
 def test_a_load_that_waits_for_a_handshake_has_one_owner(p, d, monkeypatch):
-    """Formerly the engine's thread continued a load that the handshake had given to the loader: it never ended."""
     acquire, plan = d.worker._engines.acquire_engine, d.worker._pump._steps._planned
     planned = threading.Event()
 
@@ -434,11 +429,7 @@ def test_an_idle_engine_does_not_wait_for_what_lasts(p, d, held_reads):
 
 
 def test_a_read_during_which_d_stood_still_is_not_believed(p, d, held_reads, monkeypatch):
-    """Formerly D compared P's clock with its own, which stops in a suspended machine (S6).
-
-    P's lease was 3 s and its answer came before the read; the read took 8 s, 0.2 s of them by D's clock. So D added
-    0.2 s to P's clock, found that before the end of the lease, and accepted bytes that P had freed long before.
-    """
+    """D's clock stops in a suspended machine: by it a read of 8 s may end before a lease of 3 s."""
     p.lease_for(0.3)
     now = time.monotonic()
     for module in (lease, lease_checks, read_pump, read_steps):
@@ -451,7 +442,6 @@ def test_a_read_during_which_d_stood_still_is_not_believed(p, d, held_reads, mon
 
 
 def test_a_read_that_p_kept_the_blocks_for_is_right_however_long_it_took(p, d, held_reads):
-    """Formerly D repeated a read that ended after the named end of P's lease, if its clock reported so."""
     p.lease_for(0.3)
     loads = p.loads(a=[1])
     d.start(**loads)
@@ -473,7 +463,6 @@ def test_nothing_is_asked_before_the_read_and_loads_of_a_step_are_one_question(p
 
 
 def test_a_silent_p_costs_a_bounded_number_of_questions(p, decode):
-    """Formerly each load that had been read opened a separate connection while P was silent."""
     d = decode(handshake_timeout=2)
     d.reads(p, first=[1])
     go_on = threading.Event()
@@ -540,10 +529,7 @@ IN_A_LOAD = {
     [*((what, Panic) for what in IN_A_LOAD), ("post", PanicText), ("post", SystemExit), ("post", RuntimeError)],
 )
 def test_whatever_is_raised_in_a_load_ends_that_load(p, d, met, held_reads, monkeypatch, what, kind, at_once):
-    """Formerly `except Exception` missed a panic: the thread ended, and no load ended any more (S8).
-
-    So did any exception of `engines.release_engine` in the loader, which was called where nothing caught it.
-    """
+    """A panic of Rust is no `Exception`. Calls of the loader are covered too."""
     held_reads.set()
     calls = raises_once(monkeypatch, *IN_A_LOAD[what](d.worker), kind())
     if at_once and kind is SystemExit:
@@ -573,7 +559,6 @@ def test_an_error_between_loads_of_a_step_fails_only_those_that_have_not_ended(p
     ["_wait", "_drive_own", "_connect", "_drive", "_measure_reported", "measure"],
 )
 def test_a_thread_that_meets_an_error_of_its_own_begins_again(p, d, met, held_reads, monkeypatch, what, after):
-    """Formerly a thread that had ended was not replaced, and no load or log learned of it."""
     owner = d.worker._pump._metrics if what == "measure" else d.worker._pump
     total = TransferStats()
     calls = raises_once(monkeypatch, owner, what, Panic("p"), after=after)
@@ -692,7 +677,6 @@ def test_a_new_read_need_not_wait_until_p_has_answered_about_another(p, d, met, 
 
 
 def test_the_pump_takes_short_turns_while_it_starts_loads(p, d, monkeypatch):
-    """Formerly it waited beside a computing step up to 5 ms for Python's lock, ten times for each load."""
     intervals = []
     waits = d.worker._pump._steps._waits
     post = waits[ReadState.POSTING]

@@ -86,7 +86,7 @@ def test_blocks_that_must_not_be_cut_are_refused(zygote: Zygote, model: Models, 
     # In bfloat16 the CPU's kernel may pack tiles over tokens; then D cannot read other block sizes.
     half = {"dtype": "bfloat16"}
     settings = {
-        # P holds what `fails` could not read until its lease ends, for another engine; formerly it was freed at once.
+        # P holds what `fails` could not read until its lease ends, for another engine.
         "p": kvhma(name, block_size=64, extra={"kv_lease_duration": 10}) | half,
         "recomputes": kvhma(name, policy="recompute", block_size=32) | half,
         "fails": kvhma(name, block_size=32) | half,

@@ -85,7 +85,7 @@ def test_parameters(zygote: Zygote, model: Models, tmp_path: Path) -> None:
         good = prefill(p, prompt)
         for number in itertools.count():
             # Blocks that were read are no longer held: each case starts from parameters with one error. A refusal
-            # leaves P's blocks alone, so that most cases share a prefill; formerly it freed them.
+            # leaves P's blocks alone, so that most cases share a prefill.
             if not p.state()["requests"]:
                 good = prefill(p, prompt)
             what, params = next(itertools.islice(broken(good), number, None), ("", None))

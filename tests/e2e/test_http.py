@@ -212,8 +212,7 @@ FAILED = "vllm:kvhma_failed_loads_total{"
 
 
 def rejected_by_d(prefill: str, decode: str, prompt: list[int]) -> None:
-    """VLLM notifies its connector of each request that its front end rejects: formerly P held the blocks for the
-    lease."""
+    """VLLM notifies its connector of each request that its front end rejects."""
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 1}
     remote = {"do_remote_decode": True, "do_remote_prefill": False}
     status, text = ask(prefill + "/v1/completions", body | {"kv_transfer_params": remote})
@@ -232,7 +231,7 @@ def rejected_by_d(prefill: str, decode: str, prompt: list[int]) -> None:
 
 
 def several_of_one_body(completions: str, many: list[list[int]], expected: list[Answer]) -> None:
-    """Samples of one prompt, and several prompts: formerly two samples were HTTP 500, and so was a second prompt."""
+    """Samples of one prompt, and several prompts."""
     body = {"model": "tiny", "max_tokens": 12, "ignore_eos": True, "return_token_ids": True, "logprobs": 1}
     right = [answer.token_ids for answer in expected]
     for n in (2, 3):

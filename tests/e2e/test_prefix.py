@@ -105,14 +105,8 @@ def test_what_a_load_leaves_in_the_prefix_cache(
 ) -> None:
     """The requests after a hand-off, which hit the blocks that it filled.
 
-    D's first block of a window holds older tokens too, which P has freed if its blocks are shorter. Formerly they were
-    zeros in a block that D's prefix cache served. Measured with blocks of 32 and 128 tokens, prompts of 445 and 429
-    tokens, and a second prompt that shares 384 of them:
-
-    * at D alone 0.25 and 0.67 nats off, with other tokens,
-    * a third prompt, from a hand-off, 1.7 and 1.2 nats off.
-
-    With 404 tokens it happened to be right.
+    D's first block of a window holds older tokens too, which P has freed if its blocks are shorter. D's prefix cache
+    must not serve such a block.
     """
     settings = {
         "p": kvhma(name, block_size=ours),

@@ -35,7 +35,6 @@ GRACE = 2.5
 
 @pytest.mark.parametrize("name", ["gemma3", "nemotron_h"])
 def test_samples_of_one_prompt(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """Formerly, with n = 3 and policy `fail`, two of three samples were lost."""
     reads = kvhma(name, policy="recompute")  # a late reader computes
     settings = {"p": kvhma(name), "d": reads, "e": reads, "plain": arguments(name)}
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, e, plain):
@@ -81,8 +80,6 @@ def test_samples_of_one_prompt(name: str, zygote: Zygote, model: Models, tmp_pat
 @pytest.mark.smoke
 @pytest.mark.parametrize(("name", "policy"), [("gemma3", "recompute"), ("nemotron_h", "fail")])
 def test_another_prompts_parameters(name: str, policy: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """Formerly its end freed the blocks of the right prompt, whose load failed then; `fail` computed it all the
-    same."""
     settings = {"p": kvhma(name), "d": kvhma(name, policy=policy), "plain": arguments(name)}
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
         right, longer, shorter = prompts(name, [301, 400, 150])
@@ -102,7 +99,6 @@ def test_another_prompts_parameters(name: str, policy: str, zygote: Zygote, mode
 
 
 def test_the_same_parameters_after_a_first_engine_failed_or_died(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """Formerly P freed the blocks as soon as the first engine had failed."""
     name = "gemma3"
     lease = 4.0
     narrow = {"dtype": "bfloat16"}  # the others use float32, so they cannot read its caches
@@ -134,8 +130,6 @@ def test_the_same_parameters_after_a_first_engine_failed_or_died(zygote: Zygote,
 
 
 def test_an_adapter_on_one_side(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """Formerly D loaded, without an adapter, what P computed with one: 0.21 nats off, and later requests hit the
-    blocks."""
     name = "llama"
     tuned = ("fine", adapter(tmp_path / "adapter", layers=3, hidden=128))
     able = {"enable_lora": True, "max_lora_rank": 8, "enable_prefix_caching": True}
@@ -182,7 +176,7 @@ def test_an_adapter_on_one_side(zygote: Zygote, model: Models, tmp_path: Path) -
 
 
 def test_other_weights(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """At the same path, as after an update while P runs, and under one `model_id`: formerly D loaded them."""
+    """At the same path, as after an update while P runs, and under one `model_id`."""
     name = "gemma3"
     tuned = fine_tune(model(name), tmp_path / "fine-tune")
     current = tmp_path / "current"
@@ -228,7 +222,7 @@ def test_other_paths_of_one_model(zygote: Zygote, model: Models, tmp_path: Path)
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", ["llama", "gemma3", "nemotron_h"])
 def test_log_probabilities_of_the_prompt_at_p(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """P cannot stop one token early for them; formerly D refused a window or a state that was one token ahead."""
+    """P cannot stop one token early for them."""
     recomputes = kvhma(name, policy="recompute")  # with `fail` a state that is ahead fails
     settings = {"p": kvhma(name, max_num_batched_tokens=128), "d": recomputes, "plain": arguments(name)}
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):

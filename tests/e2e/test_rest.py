@@ -26,7 +26,6 @@ def idle_steps(engine: Engine) -> int:
 def test_p_rests_while_it_keeps_blocks(
     ranks: int, zygote: Zygote, model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Formerly it stepped some 400 times a second, with all its workers, and D had to share the cores with that."""
     settings = {"p": kvhma(NAME, tensor_parallel_size=ranks), "d": kvhma(NAME), "plain": arguments(NAME)}
     with engines(zygote, model(NAME), tmp_path, **settings) as (p, d, plain):
         kept, beside, after = prompts((NAME, "rest"), [301, 65, 97])

@@ -205,7 +205,7 @@ def test_pictures(zygote: Zygote, model: Models, tmp_path: Path) -> None:
 
 @pytest.mark.smoke
 def test_pictures_that_only_p_has_seen(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """Routers give D empty embeddings, or only P's expanded tokens: formerly D answered from these.
+    """Routers give D empty embeddings, or only P's expanded tokens.
 
     D caches its load under the picture's hash, so a later request with the picture itself hits it.
     """

@@ -41,8 +41,8 @@ def two_held(p: Engine, name: str, seed: str) -> tuple[list[list[int]], list[dic
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_blocks_of_another_request(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """Formerly D continued the victim's prompt. P's table knew that it held the attacker's request, but not which
-    parameters it had handed out, and any client can compute a digest without a secret."""
+    """P holds the attacker's request too, so it has to know which parameters it handed out: any client can compute a
+    digest without a secret."""
     settings = {
         "p": kvhma(name),
         "d": kvhma(name, policy="recompute"),
@@ -78,8 +78,6 @@ def test_blocks_of_another_request(name: str, zygote: Zygote, model: Models, tmp
 
 @pytest.mark.smoke
 def test_engines_with_a_secret(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """Formerly any client of P's side channel got its worker identity, and any client with parameters could forge
-    others."""
     name = "llama"
     secret = tmp_path / "secret"
     secret.write_text("the secret of these two engines\n")

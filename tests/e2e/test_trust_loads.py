@@ -15,8 +15,7 @@ NAME = "gemma3"
 
 
 def test_a_panic_in_a_load(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """S8: a panic of Rust is no `Exception`: formerly the thread that loads ended, and no request was loaded any
-    more."""
+    """S8: a panic of Rust is no `Exception`."""
     with engines(zygote, model(NAME), tmp_path, p=kvhma(NAME), d=kvhma(NAME), plain=arguments(NAME)) as (p, d, plain):
         many = prompts(NAME, [301] * 6)
         expected = [plain.generate(prompt, max_tokens=16).result() for prompt in many]
@@ -56,7 +55,6 @@ def test_a_load_that_needs_nobody_at_p(zygote: Zygote, model: Models, tmp_path: 
 
 
 def test_a_load_while_p_stands_still(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """S9: formerly requests hung for over a minute in a partition, and held blocks; nothing was logged or counted."""
     # Its board would show that it holds the blocks; for digests D asks P.
     extra = {"kv_lease_duration": 2, "handshake_timeout": 60, "content_digests": 1.0}
     settings = {"p": kvhma(NAME, extra=extra), "d": kvhma(NAME, extra=extra), "plain": arguments(NAME)}

@@ -65,7 +65,6 @@ def test_the_picture_has_the_rooms_of_the_check():
 
 
 def test_the_page_says_which_parts_use_each_other():
-    """Formerly an arrow led from the oracle to the models, which it does not use."""
     layers = program("tools/layers.py")
     folder = "python/kvhma"
     used: dict[str, set[str]] = {}

@@ -101,7 +101,6 @@ def test_an_error_without_json_is_a_line() -> None:
 
 
 def test_options_of_engines_do_not_ask_for_json() -> None:
-    """Formerly `--json` after `--`, which is for the engines, turned the error of `serve-pair` into JSON."""
     for option in (("--json",), ("--format", "json")):
         assert "'0'" in refused("serve-pair", "m", "--port", "'0'", "--", *option)
 
@@ -136,7 +135,6 @@ def test_a_laptop_without_engines_passes(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_packages_of_the_command_line(
     monkeypatch: pytest.MonkeyPatch, versions: dict[str, str | None], state: str, found: str
 ) -> None:
-    """Formerly `--for cli` could not fail."""
     of: dict[str, str | None] = {"numpy": "1.24", "click": "8.10.0", "rich": "15.0.0", **versions}
     needed = {"": ["numpy>=1.24"], "cli": ["click>=8.3.3", "rich>=13,<20"]}
     monkeypatch.setattr(doctor, "requirements", lambda extra="": needed[extra])

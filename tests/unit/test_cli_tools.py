@@ -167,7 +167,7 @@ def test_a_broken_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.nixl
 @pytest.mark.parametrize("devices", ["lo", None])
 def test_open_ports(monkeypatch: pytest.MonkeyPatch, devices: str | None) -> None:
-    """A port of the transport gives read and write access to memory; formerly nothing reported that it was open."""
+    """A port of the transport gives read and write access to memory."""
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
     if devices:
         monkeypatch.setenv("UCX_NET_DEVICES", devices)

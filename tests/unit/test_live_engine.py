@@ -120,7 +120,7 @@ def address_of(text: str) -> Address:
 
 @pytest.mark.usefixtures("peer_only")
 def test_where_a_peer_sends_decode_engines(tmp_path: Path) -> None:
-    """P's own name may lead to another machine here: formerly the first sign was that every request failed."""
+    """P's own name may lead to another machine here."""
     caches = geometries(1, 1 << 30)
     with engine(caches, instance=1) as other, engine(caches, advertised=address_of(other)) as asked:
         done = cli("doctor", "--peer", asked, "--json")

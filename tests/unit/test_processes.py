@@ -131,7 +131,6 @@ PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_all_of_them(tmp_path, number):
-    """Formerly SIGHUP ended this process only."""
     with Pair(tmp_path, **PIPES) as pair:
         pair.process.send_signal(number)
         pair.until_asked_to_end()
@@ -143,7 +142,6 @@ def test_a_signal_ends_all_of_them(tmp_path, number):
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_second_signal_kills_them(tmp_path, second):
-    """Formerly it interrupted the end: both engines stayed, and the exit code was 0."""
     with Pair(tmp_path, **PIPES) as pair:
         pair.process.send_signal(signal.SIGINT)
         pair.until_asked_to_end()
@@ -248,7 +246,6 @@ def test_what_one_has_started_ends_with_it(tmp_path):
 
 
 def test_all_of_them_run_if_the_heir_was_killed(tmp_path, monkeypatch):
-    """Formerly serve-pair took it for a closed stdout: it ended all, and its exit code was 0."""
 
     def parts():
         for name in NAMES:

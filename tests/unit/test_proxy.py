@@ -71,7 +71,6 @@ def test_a_missing_hand_off_is_reported(said, missing, stream, caplog):
     ],
 )
 def test_what_the_decode_engine_computes_itself_is_computed_once(body, tickets):
-    """Formerly the prefill engine computed it too, and held blocks that no engine read."""
 
     async def test():
         async with Fleet(usage(0), tickets=tickets) as fleet:
@@ -118,7 +117,6 @@ def test_engines_take_turns():
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_what_an_engine_refuses_is_passed_on_as_it_came(role, stream):
-    """Formerly it was text in an error of the proxy, without `param`, and named the engine."""
 
     async def test():
         async with Fleet() as fleet:

@@ -35,7 +35,6 @@ def cached(form):
 @pytest.mark.parametrize("tickets", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 def test_cached_tokens_are_those_that_the_prefill_engine_had(stream, tickets):
-    """Formerly clients saw, and paid, all tokens that D had loaded."""
 
     async def test():
         async with Fleet(usage(48), tickets=tickets) as fleet:
@@ -52,7 +51,6 @@ def test_cached_tokens_are_those_that_the_prefill_engine_had(stream, tickets):
 
 
 def test_a_prefill_that_outlasts_the_answer_ends_with_it():
-    """Formerly the proxy forgot the request after it had waited for the cached tokens, and P computed on."""
 
     async def test():
         async with Fleet(usage(48), tickets=True) as fleet:
@@ -97,7 +95,6 @@ def test_the_words_of_an_answer_are_no_keys():
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_prompt_of_a_body_is_handed_over(stream, samples, tickets):
-    """Formerly D computed them, since vLLM returns parameters for the first prompt only."""
 
     async def test():
         async with Fleet(usage(48), usage(48), tickets=tickets) as fleet:
@@ -164,7 +161,6 @@ def test_hostile_bodies_are_refused_in_the_form_of_openai(body, status):
 
 @pytest.mark.parametrize("content", [b'"\xff' + b"a" * 40 + b'"', b'1e999, "x": "' + b"a" * 40 + b'"'])
 def test_messages_that_are_no_json_are_refused(content):
-    """Formerly the client got a 500, or a 502 that blamed the decode engine."""
 
     async def test():
         async with Fleet(turns=Turns()) as fleet:
@@ -191,7 +187,6 @@ def test_a_compressed_body_that_is_none_is_refused(path, coding, data):
 
 
 def test_a_long_body_is_passed_on_unread():
-    """Formerly a body of 62 MiB stood all streams still for 25 s, while its numbers became Python's."""
     body = bodies.object_in(b'{"prompt": [1' + b",1" * 100_000 + b'], "n": 2, "kv_transfer_params": {}}')
     assert {key: type(value) for key, value in body.items()} == {"prompt": msgspec.Raw, "n": msgspec.Raw}
     assert bodies.plain(body) == {"prompt": ..., "n": 2}
@@ -271,7 +266,6 @@ def test_no_request_makes_an_engine_seem_dead(head):
 
 @pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r", b"\r\n\n"])
 def test_events_are_passed_on_as_they_come(end):
-    """Formerly the client got nothing before the end of a stream whose lines do not end in a line feed alone."""
 
     async def test():
         async with Fleet(usage(48)) as fleet:
@@ -323,7 +317,6 @@ def test_an_event_ends_wherever_its_bytes_are_cut(end):
 
 
 def test_a_long_event_is_read_in_linear_time():
-    """Formerly each chunk copied all that was read before: seconds for 32 MiB, in which no other stream continued."""
 
     async def seconds(size):
         answer, _ = answer_of([b"x" * 65536] * (size // 65536) + [b"\n\n"])
@@ -364,7 +357,6 @@ def test_answers_that_cannot_be_joined(stream):
 @pytest.mark.parametrize("tickets", [False, True])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_dead_engine_is_left_out(role, tickets, monkeypatch):
-    """Formerly every second answer was 502 while one of two engines was dead."""
     asked, ask = [], engines.Engines.ask
 
     async def noted(self, role, engine, *arguments):
@@ -435,7 +427,7 @@ def test_a_request_is_repeated_once_where_nothing_of_an_answer_was_read(stream):
     ],
 )
 def test_a_single_engine_may_close_an_idle_connection(role, path, tickets, drops, expected):
-    """It does so at the moment when a request is sent: formerly the answer was 502."""
+    """It does so at the moment when a request is sent."""
 
     async def test():
         async with Fleet(None, tickets=tickets) as fleet:
@@ -484,7 +476,6 @@ def test_what_a_client_did_wrong_is_not_repeated():
 
 
 def test_a_restarted_engine_is_followed_at_its_new_address():
-    """Formerly an engine that was seen at two addresses was never followed again."""
     p = "http://prefill:8100"
     seen = engines.Engines([p], [])
     for host in ("10.0.0.7", "10.0.0.9"):

@@ -26,7 +26,6 @@ TP = {"prefill_tp": 1, "decode_tp": 1}
     ],
 )
 def test_no_two_ranks_share_a_core(monkeypatch, cores, sizes, prefill, decode):
-    """Formerly two engines whose threads spin on the same cores stalled for 55 s, and their loads failed."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
     asked = dict(zip(("prefill_tp", "decode_tp"), sizes, strict=True))
     assert serve_pair._cores_of("prefill", asked) == prefill

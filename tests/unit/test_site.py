@@ -232,7 +232,6 @@ def test_every_page_names_version_and_repository(site: Path) -> None:
 
 @needs_browser
 def test_search_finds_guides_first(address: str, browser: Tab) -> None:
-    """Formerly the first result for "timeout" was a property of the API, and that for "block size" a bench."""
     browser.open(f"{address}/index.html")
     results = browser.run(SEARCH.replace("WORDS", json.dumps([*WORDS])))
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2].partition("\n\n")[0]

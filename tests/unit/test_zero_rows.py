@@ -16,7 +16,6 @@ def cache(layers: int, base: int) -> Geometry:
 
 
 def test_a_layer_on_one_side_only() -> None:
-    """Formerly four rows: both tails of the two layers that both sides have, and both blocks of the third."""
     moved = kvhma.plan(cache(3, 4096), cache(2, 1 << 20), descriptor_bytes=0).transfer(
         6, [Span(0, [1, 2])], [Span(0, [1, 2])]
     )
@@ -33,7 +32,6 @@ def whole(content: str, size: int) -> Geometry:
 
 
 def test_content_that_only_equal_engines_can_read_is_refused_as_that() -> None:
-    """Formerly LFM2 at TP 2 and 1 was refused as another dtype."""
     (finding, *_) = kvhma.validate(whole("SHORT_CONV/((32,2),)/tp2", 32), whole("SHORT_CONV/((64,2),)/tp1", 64))
     assert (finding.code, finding.field) == ("equal-engines", "content")
     assert "tp2" in finding.text
