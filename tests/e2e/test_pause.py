@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from support.engines import Answer, Engine, Zygote, engines
-from support.handoff import all_free, arguments, decode, failures, hand_over, kvhma, prefill, prompts, same
+from support.engines.compare import distance
+from support.handoff import all_free, arguments, decode, failures, hand_over, kvhma, loads, prefill, prompts, same
 from support.waiting import until
 
 NAME = "llama"
@@ -106,6 +107,29 @@ def test_pauses_and_stops(zygote: Zygote, model: Callable[[str], Path], tmp_path
             ranks.kill()
         all_free(p)
         assert ended(p, "reset") == 2
+
+
+def test_new_weights_in_a_pause(zygote: Zygote, model: Callable[[str], Path], tmp_path: Path) -> None:
+    """As reinforcement learning does: engines pause with cleared caches, get new weights, and resume."""
+    settings = {"p": kvhma(NAME), "d": kvhma(NAME), "plain": arguments(NAME)}
+    with engines(zygote, model(NAME), tmp_path, **settings) as (p, d, plain):
+        (prompt,) = prompts("new weights", [301])
+        old = plain.generate(prompt, max_tokens=16).result()
+        same(NAME, hand_over(p, d, prompt), old, "before the new weights")
+        params = prefill(p, prompt)
+        for engine in (d, p, plain):
+            engine.core("pause_scheduler", "keep", True)
+            engine.rpc("e2e_new_weights")
+        for engine in (d, p, plain):
+            engine.core("resume_scheduler")
+        assert decode(d, prompt, params).result().finish_reason == "error"
+        until(lambda: "kvhma.instance is " in d.log.read_text(encoding="utf-8"))
+        new = plain.generate(prompt, max_tokens=16).result()
+        assert distance(new, old) > 0.01
+        same(NAME, hand_over(p, d, prompt), new, "after the new weights")
+        assert (failures(d, "handshake"), loads(d)) == (1, 2)
+        for engine in (p, d):
+            all_free(engine)
 
 
 def test_pauses_beside_nixl_connector(zygote: Zygote, model: Callable[[str], Path], tmp_path: Path) -> None:
