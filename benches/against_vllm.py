@@ -52,12 +52,10 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import kvhma
-from counts import PAIRINGS, POOLS, Pairing, groups_of, pool_blocks, vllm_count
+from counts import groups_of
 from kvhma import Geometry, Span, lowlevel
-from kvhma.cli.block_tables import BlockTables, Pool, block_tables, sequence_blocks
-from kvhma.cli.compare.selection import Count
-from kvhma.errors import UnsupportedPairError
-from kvhma.models import Model, model, models
+from kvhma.cli.block_tables import BlockTables, sequence_blocks
+from kvhma.models import Model, model
 from kvhma.models.block_size import hybrid_block_size
 from kvhma.models.shards import conv_split
 from kvhma.models.vllm_layout import LayoutOptions, layout
@@ -860,88 +858,6 @@ def plans() -> None:
     )
 
 
-# Is the selection that benches/COUNTS.md counts vLLM's selection?
-
-
-def posted(reads: Iterable[Read]) -> Count:
-    """Count descriptors left after NIXL's merging, and bytes: ids that go up together, entries that touch."""
-    descriptors = total = 0
-    for mine, local, theirs, remote in reads:
-        total += int(mine[local, 1].sum())
-        joins = np.ones(max(len(local) - 1, 0), np.bool_)
-        for rows, ids in ((mine, np.asarray(local)), (theirs, np.asarray(remote))):
-            ends = rows[ids, 0] + rows[ids, 1]
-            joins &= (np.diff(ids) == 1) & (rows[ids[1:], 0] == ends[:-1])
-        descriptors += len(local) - int(joins.sum())
-    return Count(descriptors, total)
-
-
-def real_count(one: Model, pairing: Pairing, sides: Sequence[list[Geometry]], tokens: int, tables: Any) -> Count:
-    """Count what vLLM's own handshake and read select, over all ranks of D."""
-    descriptors = total = 0
-    for local in sides[0]:
-        pair = Pair(one, local, sides[1], pairing.d.options.get("order", "LBHNC"))
-        found = posted(vllm_path(pair, Request(tokens, *tables))())
-        descriptors += found.descriptors
-        total += found.bytes
-    return Count(descriptors, total)
-
-
-CHECKED = (128, 1_000, 5_000)
-
-
-def both_counts(pairing: Pairing, one: Model, tokens: int, pool: Pool) -> tuple[Count | str, Count | str]:
-    """Return our count and vLLM's; the text of the refusal if vLLM refuses."""
-    blocks = pool_blocks(one, tokens)
-    sides = pairing.d.ranks(one, blocks, 1 << 40), pairing.p.ranks(one, blocks, 1 << 56)
-    tables = [block_tables(side[0], tokens, pool, seed) for seed, side in enumerate(sides)]
-    counted: Count | str
-    try:
-        counted = vllm_count(one, pairing, sides, tables)
-    except UnsupportedPairError as error:
-        counted = str(error)
-    try:
-        return counted, real_count(one, pairing, sides, tokens, tables)
-    except (AssertionError, NotImplementedError, RuntimeError) as error:
-        return counted, str(error) or type(error).__name__
-
-
-def compared_counts() -> None:
-    rows, differences = [], []
-    for pairing in PAIRINGS:
-        found = [
-            (one.name, tokens, pool, *both_counts(pairing, one, tokens, pool))
-            for one in models().values()
-            if pairing.takes(one)
-            for tokens in CHECKED
-            for pool in POOLS
-        ]
-        refused = sum(isinstance(counted, str) and isinstance(real, str) for *_, counted, real in found)
-        same = sum(counted == real and not isinstance(real, str) for *_, counted, real in found)
-        for name, tokens, pool, counted, real in found:
-            if counted != real and not (isinstance(counted, str) and isinstance(real, str)):
-                differences.append((pairing.name, name, f"{tokens:,}", pool, describe(counted), describe(real)))
-        rows.append((pairing.name, same, refused, len(found) - same - refused))
-    table(
-        "Is the selection that COUNTS.md counts what vLLM chooses?",
-        ("pairing", "equal descriptors and bytes", "refused by both", "different"),
-        rows,
-        "Every model, both pools, "
-        + ", ".join(f"{tokens:,}" for tokens in CHECKED)
-        + " tokens: `counts.vllm_count` against "
-        "vLLM's own handshake (`add_remote_agent`) and read (`start_load_kv`), over all ranks of D.",
-    )
-    if differences:
-        head = ("pairing", "model", "tokens", "pool", "counted", "vLLM")
-        table("Where it is not", head, differences)
-
-
-def describe(found: Count | str) -> str:
-    if isinstance(found, str):
-        return f"refused: {' '.join(found.split())[:120]}"
-    return f"{found.descriptors:,} descriptors, {found.bytes:,} bytes"
-
-
 def main() -> None:
     print("# kvhma against vLLM's own functions\n")
     print(
@@ -952,7 +868,7 @@ def main() -> None:
         f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}, vLLM {vllm.__version__}, "
         f"kvhma {kvhma.__version__}\n"
     )
-    for section in (requests, cuts, plans, compared_counts):
+    for section in (requests, cuts, plans):
         if len(sys.argv) > 1 and section.__name__ not in sys.argv[1:]:
             continue
         print(f"{section.__name__} ...", file=sys.stderr)

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -17,11 +19,11 @@ sys.path.append(str(Path(__file__).parents[2] / "tools"))
 import vllm
 from audit.grid import Row, grid
 from audit.verdicts import Verdict, judged, table
+from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
 from kvhma.oracle import traces
 from kvhma.oracle.audit import audit
 from kvhma.oracle.smallest import smallest
-from support.nixl_connector import channels_first
 
 # vLLM's imports warn.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("order_of_states")]
@@ -32,9 +34,11 @@ of_this_version = pytest.mark.skipif(not vllm.__version__.startswith("0.32."), r
 
 @pytest.fixture
 def order_of_states() -> Iterator[None]:
-    """The NIXL that vLLM's connector accepts."""
-    with channels_first():
+    """The order that vLLM's connector supports. vLLM asks once a process."""
+    with mock.patch.dict(os.environ, {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}):
+        get_conv_state_layout.cache_clear()
         yield
+    get_conv_state_layout.cache_clear()
 
 
 def verdict(name: str, folder: Path | None = None) -> Verdict:

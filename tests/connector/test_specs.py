@@ -23,7 +23,6 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 import kvhma
-from kvhma.cli.compare.views import vllm_views
 from kvhma.errors import GeometryError, UnsupportedPairError
 from kvhma.geometry import Geometry
 from kvhma.vllm.caches.formats import KINDS, NOT_TRANSFERRED, REFUSED, Writer, encoding_of, transferred_groups
@@ -294,36 +293,3 @@ def test_engines_whose_formats_have_one_number_are_no_pair():
     kvhma.plan(octave, [octave])
     with pytest.raises(UnsupportedPairError, match="a_plug_in_s"):
         kvhma.plan(octave, [plug_in])
-
-
-ASKED_ALONE = {"CircularBufferSpec", "KpoolTailSpec"}
-"""Rings, which vLLM's NIXL connector moves only beside compressed caches: `kvhma plan` does not count them."""
-
-
-@pytest.mark.skipif(SERIES != "0.32", reason="the comparison is with vLLM 0.32")
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside full attention"])
-@pytest.mark.parametrize("name", here(set(KINDS) - ASKED_ALONE))
-def test_the_comparison_has_the_list_of_vllm_s_nixl_connector(name, beside):
-    """Both return the same addresses and lengths, or both refuse."""
-    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-
-    from support.nixl_connector import RefusedByVllm, prepared
-
-    more = {"mamba_type": MambaAttentionBackendEnum.MAMBA2} if name == "MambaSpec" else {}
-    if more:  # 4 heads of 4 channels, and B and C of 8
-        more |= {"shapes": ((32, 3), (4, 4, 8))}
-    config, caches = config_of(layers_of(name, beside, **more))
-    config.kv_transfer_config = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both", engine_id="e")
-    views, geometry = worker_of(caches, rank_info=RankInfo(state_groups=1))
-    try:
-        theirs = prepared(config, caches, views)
-    except RefusedByVllm:
-        with pytest.raises(UnsupportedPairError):
-            vllm_views(geometry)
-        return
-    ours = [
-        [view.start + int(offset), view.length, 0]
-        for view in vllm_views(geometry)
-        for offset in view.offsets(np.arange(view.count))
-    ]
-    assert theirs.tolist() == ours

@@ -8,20 +8,16 @@ from typing import Any
 
 import pytest
 
-from kvhma.cli.block_tables import sequence_blocks
-from kvhma.cli.compare.selection import select_all, select_vllm
-from kvhma.cli.compare.views import vllm_views
+from kvhma import lowlevel
 from kvhma.geometry import Geometry, Layer
 from kvhma.models import Model, State, model, models
 from kvhma.models.block_size import hybrid_block_size
 from kvhma.models.pages import state_bytes
 from kvhma.models.shards import conv_split
-from kvhma.models.stride_orders import Order
 from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.groups import cache_groups
 from support.needed import needed
 from support.summary import summary
-from support.tables import undropped_blocks
 
 MIB = 2**20
 
@@ -64,56 +60,81 @@ LAYERS = {
 """Layers of the model, and caches: an MLP layer has none, a Falcon-H1 layer two."""
 
 TOKENS = (128, 1000, 5000, 32000)
-# What vLLM selects -> what is needed, for 128, 1000, 5000 and 32000 tokens: descriptors, MiB, descriptors,
-# MiB.
+# What is needed for 128, 1000, 5000 and 32000 tokens: descriptors, MiB.
 REQUESTS = {
     "gemma-3-4b": (
-        (280, 17.5, 272, 17.0), (2205, 137.8, 2142, 133.9),
-        (3515, 219.7, 3450, 215.6), (11920, 745.0, 11856, 741.0),
+        (272, 17.0),
+        (2142, 133.9),
+        (3450, 215.6),
+        (11856, 741.0),
     ),
     "gemma-3-27b": (
-        (512, 64.0, 496, 62.0), (4032, 504.0, 3906, 488.2), (6640, 830.0, 6510, 813.8),
-        (23456, 2932.0, 23328, 2916.0),
+        (496, 62.0),
+        (3906, 488.2),
+        (6510, 813.8),
+        (23328, 2916.0),
     ),
     "gpt-oss-20b": (
-        (192, 6.0, 192, 6.0), (864, 27.0, 864, 27.0),
-        (3864, 120.8, 3864, 120.8), (24096, 753.0, 24096, 753.0),
+        (192, 6.0),
+        (864, 27.0),
+        (3864, 120.8),
+        (24096, 753.0),
     ),
     "gpt-oss-120b": (
-        (288, 9.0, 288, 9.0), (1296, 40.5, 1296, 40.5),
-        (5796, 181.1, 5796, 181.1), (36144, 1129.5, 36144, 1129.5),
+        (288, 9.0),
+        (1296, 40.5),
+        (5796, 181.1),
+        (36144, 1129.5),
     ),
     "Llama-4-Scout-17B-16E": (
-        (384, 24.0, 384, 24.0), (3024, 189.0, 3024, 189.0), (15024, 939.0, 15024, 939.0),
-        (40704, 2544.0, 40704, 2544.0),
+        (384, 24.0),
+        (3024, 189.0),
+        (15024, 939.0),
+        (40704, 2544.0),
     ),
     "NVIDIA-Nemotron-3-Nano-30B-A3B": (
-        (882, 61.1, 94, 47.6), (882, 61.1, 424, 52.7), (2454, 85.7, 1924, 76.2), (12672, 245.3, 12046, 234.3),
+        (94, 47.6),
+        (424, 52.7),
+        (1924, 76.2),
+        (12046, 234.3),
     ),
     "NVIDIA-Nemotron-3-Nano-30B-A3B-FP8kv": (
-        (1662, 61.1, 94, 47.2), (1662, 61.1, 424, 49.8),
-        (3228, 73.3, 1924, 61.5), (12624, 146.7, 12046, 140.6),
+        (94, 47.2),
+        (424, 49.8),
+        (1924, 61.5),
+        (12046, 140.6),
     ),
     "Nemotron-H-8B": (
-        (356, 113.7, 80, 99.4), (356, 113.7, 300, 113.2),
-        (1396, 178.7, 1300, 175.7), (8156, 601.2, 8048, 597.4),
+        (80, 99.4),
+        (300, 113.2),
+        (1300, 175.7),
+        (8048, 597.4),
     ),
     "Qwen3-Next-80B-A3B": (
-        (348, 50.4, 120, 40.7), (552, 63.2, 456, 61.7),
-        (2184, 165.2, 1956, 155.4), (12180, 789.9, 12072, 787.7),
+        (120, 40.7),
+        (456, 61.7),
+        (1956, 155.4),
+        (12072, 787.7),
     ),
     "granite-4.0-h-tiny": (
-        (244, 30.8, 104, 28.7), (444, 37.1, 324, 35.6), (1444, 68.3, 1324, 66.8), (8144, 277.7, 8072, 277.7),
+        (104, 28.7),
+        (324, 35.6),
+        (1324, 66.8),
+        (8072, 277.7),
     ),
     "Falcon-H1-7B": (
-        (2332, 134.3, 264, 72.4), (2332, 134.3, 1496, 110.9), (8800, 336.4, 6996, 282.8),
-        (45452, 1481.8, 44088, 1441.9),
+        (264, 72.4),
+        (1496, 110.9),
+        (6996, 282.8),
+        (44088, 1441.9),
     ),
     "DeepSeek-V3": (
-        (488, 8.6, 488, 8.6), (3843, 67.6, 3843, 67.6),
-        (19093, 335.6, 19093, 335.6), (122000, 2144.5, 122000, 2144.5),
+        (488, 8.6),
+        (3843, 67.6),
+        (19093, 335.6),
+        (122000, 2144.5),
     ),
-}  # fmt: skip
+}
 
 
 def geometry_for(name: str, num_tokens: int) -> Geometry:
@@ -159,57 +180,25 @@ def test_geometry_agrees_with_the_summary(name: str) -> None:
 @pytest.mark.parametrize("index", range(len(TOKENS)), ids=map(str, TOKENS))
 @pytest.mark.parametrize("name", REQUESTS)
 def test_one_request(name: str, index: int) -> None:
-    """Every figure of the table: state is four descriptors there and two here, windows are exact."""
+    """Every figure of the table: a state is two descriptors, windows are exact."""
     num_tokens = TOKENS[index]
-    one = geometry_for(name, num_tokens)
-    blocks = sequence_blocks(one, num_tokens)
-    chosen, least = select_vllm(one, one, blocks, blocks), needed(one, num_tokens)
-    descriptors, mib, least_descriptors, least_mib = REQUESTS[name][index]
-    assert (chosen.descriptors, least.descriptors) == (descriptors, least_descriptors)
-    assert chosen.bytes / MIB == pytest.approx(mib, abs=0.0501)
-    assert least.bytes / MIB == pytest.approx(least_mib, abs=0.0501)
-
-
-@pytest.mark.parametrize(("name", "exact", "static"), [("gemma-3-4b", 11920, 11950), ("gpt-oss-20b", 24096, 24108)])
-def test_static_window_keeps_a_block_too_many(name: str, exact: int, static: int) -> None:
-    """The clip keeps ceil(W/B)+1 blocks; at 32000 tokens, a multiple of 16, one of them is before the window.
-
-    The table has the exact figure because its block lists are those of a manager that has freed that block.
-    """
-    one = geometry_for(name, 32000)
-    live, every = sequence_blocks(one, 32000), undropped_blocks(one, 32000)
-    assert select_vllm(one, one, live, live).descriptors == exact
-    assert select_vllm(one, one, every, every).descriptors == static
+    least = needed(geometry_for(name, num_tokens), num_tokens)
+    descriptors, mib = REQUESTS[name][index]
+    assert least.descriptors == descriptors
+    assert least.bytes / MIB == pytest.approx(mib, abs=0.0501)
 
 
 def test_gemma_4b_4284_to_1650_descriptors() -> None:
     """63 blocks of 64 tokens, K and V apart: 63*34*2 against (6*17+63)*5*2."""
     one = layout(model("gemma-3-4b"), LayoutOptions(num_blocks=7 * 63 + 1, block_size=64, kv="apart"))
-    assert len(one.regions) == 5
-    blocks = undropped_blocks(one, 63 * 64)
-    assert {len(table) for table in blocks} == {63}
-    assert select_all(one, one, blocks[-1], blocks[-1]).descriptors == 4284
-    chosen = select_vllm(one, one, blocks, blocks)
-    assert chosen.descriptors == 1650
-    packed = layout(model("gemma-3-4b"), LayoutOptions(num_blocks=7 * 63 + 1, block_size=64))
-    # Six windows and the full group, each a run; the last window's run touches the full group's.
-    assert select_vllm(packed, packed, blocks, blocks).posted == 5 * (7 - 1)
-    assert chosen.posted == 2 * 5 * (7 - 1)
-
-
-def test_gemma_1b_window_of_512() -> None:
-    """test_fewer_blocks_with_hma, 1401 tokens: 33 blocks in each sliding group, 88 in the full one."""
-    gemma = Model("gemma-3-1b", (("sliding",) * 5 + ("full",)) * 4 + ("sliding",) * 2, 1, 256, window=512)
-    one = layout(gemma, LayoutOptions(num_blocks=1000))
-    tables = undropped_blocks(one, 1401)
-    rows = vllm_views(one)
-    chosen = select_vllm(one, one, tables, tables)
-    full = sum(group.kind == "full" for group in one.groups)
-    assert len(one.groups) > 2
-    assert chosen.descriptors == sum(
-        sum(88 if one.groups[group].kind == "full" else 33 for group in row.groups) for row in rows
-    )
-    assert full == 1
+    assert (len(one.layers), len(one.groups), len(one.regions)) == (34, 7, 5)
+    windows = [0 if group.window is None else lowlevel.window_blocks(group.window, 64) for group in one.groups]
+    tables = [list(range(1 + 63 * group, 64 + 63 * group)) for group in range(7)]
+    clipped = lowlevel.clip_blocks(tables, windows)
+    assert sorted(map(len, clipped)) == [17] * 6 + [63]
+    blocks = one.layers[0].num_blocks
+    assert len(lowlevel.descriptor_ids(tables[:1], [blocks] * 34 * 2, [0] * 34 * 2)) == 4284
+    assert len(lowlevel.descriptor_ids(clipped, [blocks] * 5 * 2, [tuple(range(7))] * 5 * 2)) == 1650
 
 
 def test_gpt2_registers_one_tensor_per_layer() -> None:
@@ -237,7 +226,7 @@ def test_nemotron_nano_fp8_prepared_list() -> None:
     one = layout(
         model("NVIDIA-Nemotron-3-Nano-30B-A3B-FP8kv"), LayoutOptions(num_blocks=2990, kernel_block="flashinfer")
     )
-    assert [row.count for row in vllm_views(one)] == [780390] * 6 + [2990] * 24
+    assert prepared_entries(one) == [780390] * 6 + [2990] * 24
 
 
 def test_granite_tiny_shapes() -> None:
@@ -369,19 +358,9 @@ def test_tiny_nemotron_h_as_dumped_from_an_engine() -> None:
     assert sorted({layer.offset for layer in one.layers}) == [0, 536862720]
     offsets = [(part.offset, part.nbytes) for part in layer_of(one, "ssm").page.parts]
     assert offsets == [(0, 1536), (1536, 192), (1728, 192), (1920, 32768)]
-    rows = vllm_views(one)
-    assert [row.count for row in rows] == [13107] * 10
-    assert sum(row.count for row in rows[:2]) == 26214
-    assert sum(row.count for row in rows) == 131070
-
-
-def test_tiny_nemotron_h_moves_20_descriptors() -> None:
-    """302592 bytes for two attention blocks: 2*2*40960 and, with an absent layer's, 2*2*34688."""
-    one = layout(TINY_NEMOTRON_H, LayoutOptions(num_blocks=13107, block_size=32, one_storage=True))
-    tables = sequence_blocks(one, 170)
-    chosen = select_vllm(one, one, tables, tables)
-    assert (chosen.descriptors, chosen.bytes) == (20, 302592)
-    assert needed(one, 170).bytes == 2 * 2 * 40960 + 3 * 34688
+    entries = prepared_entries(one)
+    assert entries == [13107] * 10
+    assert (sum(entries[:2]), sum(entries)) == (26214, 131070)
 
 
 def test_tiny_qwen3_next_as_dumped_from_an_engine() -> None:
@@ -431,20 +410,19 @@ def test_stride_orders_of_a_small_llama(
     assert [layer.offset for layer in one.layers] == [2 * layer_step * slot for slot in range(3)]
 
 
-def test_regions_of_the_stride_orders() -> None:
-    """LHBNC: a region per layer and head; BHLNC: one of whole rows; else one per layer."""
-    llama = Model("tiny-llama", ("full",) * 3, 2, 32)
-    found = {}
-    orders: tuple[Order, ...] = ("LBHNC", "LHBNC", "BLHNC", "BHLNC")
-    for order in orders:
-        rows = vllm_views(layout(llama, LayoutOptions(num_blocks=341, block_size=32, order=order, one_storage=True)))
-        found[order] = {(len(rows), row.length, row.block_stride) for row in rows}
-    assert found == {
-        "LBHNC": {(3, 8192, 8192)},
-        "LHBNC": {(6, 4096, 4096)},
-        "BLHNC": {(3, 8192, 24576)},
-        "BHLNC": {(1, 24576, 24576)},
-    }
+def prepared_entries(one: Geometry) -> list[int]:
+    """Entries of each view of a prepared list: attention in every tensor, then each part of a state in every tensor."""
+    attention, state = layer_of(one, "full"), layer_of(one, "ssm")
+    starts = sorted({one.regions[layer.region].base + layer.offset for layer in one.layers})
+    page, ratio = attention.page.nbytes, one.groups[attention.group].ratio
+    parts = [(part.offset, part.nbytes) for part in state.page.parts]
+
+    def each(value: int) -> list[int]:
+        return [value] * len(starts)
+
+    kv = lowlevel.fa_views(starts, each(page), each(page), each(attention.num_blocks * ratio))
+    states = lowlevel.ssm_views(starts, parts, each(state.block_stride), each(state.num_blocks))
+    return [int(count) for count in (*kv[:, 4], *states[:, 4])]
 
 
 def members(one: Model) -> list[list[int]]:

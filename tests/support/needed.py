@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from kvhma.cli.compare.selection import Count
-from kvhma.cli.compare.views import check_supported
+from kvhma.cli.columns import Count
 from kvhma.errors import RequestError
 from kvhma.geometry import Geometry
 from support.reference import cdiv, first_needed_token
@@ -18,9 +17,7 @@ def needed(geometry: Geometry, num_tokens: int) -> Count:
 
     Raises:
         RequestError: a negative number of tokens.
-        UnsupportedPairError: context parallelism or an opaque group.
     """
-    check_supported(geometry)
     if num_tokens < 0:
         raise RequestError(f"num_tokens {num_tokens}: must not be negative")
     descriptors = total = 0

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 import kvhma
-from kvhma.cli.compare.views import View, joined, sending_order
 from support.reference import Read
 
 Rows = NDArray[np.uint64]
@@ -74,15 +72,3 @@ def _joined(
     follows &= (np.diff(local_place) == 0) & (np.diff(remote_place) == 0)
     follows &= dense_local[local_place[1:]] & dense_remote[remote_place[1:]]
     return len(read.local) - int(np.count_nonzero(follows))
-
-
-def view_ids(views: Sequence[View], tables: Sequence[NDArray[np.int64]]) -> NDArray[np.int32]:
-    """Return the ids of every group's blocks in a prepared list of vLLM 0.32, in its order.
-
-    Args:
-        views: the list.
-        tables: per group, entries of a view (kernel blocks for attention), int64, shape ``(n,)``.
-    """
-    firsts = np.cumsum([0, *(view.count for view in views)])
-    found = [joined(views[index], tables, groups) + firsts[index] for index, groups in sending_order(views)]
-    return np.concatenate([np.empty(0, np.int64), *found]).astype(np.int32)

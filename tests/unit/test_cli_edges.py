@@ -50,8 +50,8 @@ def test_no_number_is_broken(command: tuple[str, ...], columns: int) -> None:
 def test_rows_that_do_not_fit_become_lines() -> None:
     out = cli("sweep", "google/gemma-3-27b-it", "--tokens", "1k", columns=60).out
     assert "prefill  tp=1\n" in out
-    assert "  decode              tp=1\n" in out
-    assert "  vLLM 0.32 × b., t.  1.03, 1.04\n" in out
+    assert "  decode                 tp=1\n" in out
+    assert "  whole blocks × b., t.  1.00, 1.91\n" in out
     assert max(map(len, out.splitlines()[:-1])) <= 60
 
 
@@ -232,7 +232,7 @@ def test_a_wrong_pipe(data: bytes, text: str, monkeypatch: pytest.MonkeyPatch) -
 # --- the picture of a sweep ------------------------------------------------------------------------------------------
 
 
-def test_the_plot_has_the_line_of_vllm(tmp_path: Path) -> None:
+def test_the_plot_has_a_line_of_whole_blocks(tmp_path: Path) -> None:
     output = tmp_path / "sweep.svg"
     arguments = ("google/gemma-3-27b-it", "--decode", "tp=1/2", "--tokens", "1k/8k")
     rows = cli("sweep", *arguments, "-o", output, "--json").form["rows"]
@@ -242,12 +242,5 @@ def test_the_plot_has_the_line_of_vllm(tmp_path: Path) -> None:
         assert lines.count(f"s{index}") == 2, "a panel of times, and a panel of bytes"
         assert lines.count(f"s{index} other") == 2
     titles = [title.text or "" for title in root.iter(f"{SVG}title")]
-    assert sum("vLLM 0.32" in title for title in titles) == 2 * sum("bytes" in row["vllm"] for row in rows)
-    assert any("dashed" in (text.text or "") and "vLLM 0.32" in (text.text or "") for text in root.iter(f"{SVG}text"))
-
-
-def test_a_plot_without_vllm_promises_no_line(tmp_path: Path) -> None:
-    output = tmp_path / "sweep.svg"
-    form = cli("sweep", "gemma-3-4b", "--prefill", "pp=2", "-o", output, "--json").form
-    assert all("bytes" not in row["vllm"] for row in form["rows"])
-    assert "dashed" not in output.read_text()
+    assert sum("whole blocks" in title for title in titles) == 2 * len(rows)
+    assert any((text.text or "").startswith("dashed") for text in root.iter(f"{SVG}text"))

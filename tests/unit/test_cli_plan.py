@@ -15,12 +15,10 @@ import pytest
 
 import kvhma
 from kvhma.cli.block_tables import sequence_blocks
-from kvhma.cli.compare.selection import select_vllm
 from kvhma.models import hub_ids, model, models
 from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.cli_configs import CONFIGS, NEMOTRON_3_NANO
 from support.cli_run import cli, refused
-from support.families import FAMILIES
 from support.tiny import tiny_hybrid
 
 NANO = "NVIDIA-Nemotron-3-Nano-30B-A3B"
@@ -105,28 +103,18 @@ def test_the_same_by_name_file_and_directory(config: Path) -> None:
     assert all(form == forms[0] for form in forms)
 
 
-def test_vllm_beside_it() -> None:
-    """For equal engines the figures are those of vLLM's selection for one rank."""
-    form = cli("plan", NANO, "--tokens", 5000, "--json").form
-    one = layout(model(NANO), LayoutOptions(num_blocks=64, kernel_block="flashinfer"))
-    tables = sequence_blocks(one, 5000)
-    chosen = select_vllm(one, one, tables, tables)
-    assert (form["vllm"]["bytes"], form["vllm"]["descriptors"]) == (chosen.bytes, chosen.posted)
-    assert form["bytes"] < form["vllm"]["bytes"] < form["no_hma"]["bytes"]
-
-
-# MiB that vLLM's connector selects at 128, 1000, 5000 and 32000 tokens, and that are needed.
+# MiB that are needed at 128, 1000, 5000 and 32000 tokens.
 PUBLISHED = {
-    "gemma-3-4b": ((17.5, 137.8, 219.7, 745.0), (17.0, 133.9, 215.6, 741.0)),
-    "gpt-oss-20b": ((6.0, 27.0, 120.8, 753.0), (6.0, 27.0, 120.8, 753.0)),
-    "Llama-4-Scout-17B-16E": ((24.0, 189.0, 939.0, 2544.0), (24.0, 189.0, 939.0, 2544.0)),
-    "NVIDIA-Nemotron-3-Nano-30B-A3B": ((61.1, 61.1, 85.7, 245.3), (47.6, 52.7, 76.2, 234.3)),
-    "NVIDIA-Nemotron-3-Nano-30B-A3B-FP8kv": ((61.1, 61.1, 73.3, 146.7), (47.2, 49.8, 61.5, 140.6)),
-    "Nemotron-H-8B": ((113.7, 113.7, 178.7, 601.2), (99.4, 113.2, 175.7, 597.4)),
-    "Qwen3-Next-80B-A3B": ((50.4, 63.2, 165.2, 789.9), (40.7, 61.7, 155.4, 787.7)),
-    "granite-4.0-h-tiny": ((30.8, 37.1, 68.3, 277.7), (28.7, 35.6, 66.8, 277.7)),
-    "Falcon-H1-7B": ((134.3, 134.3, 336.4, 1481.8), (72.4, 110.9, 282.8, 1441.9)),
-    "DeepSeek-V3": ((8.6, 67.6, 335.6, 2144.5), (8.6, 67.6, 335.6, 2144.5)),
+    "gemma-3-4b": (17.0, 133.9, 215.6, 741.0),
+    "gpt-oss-20b": (6.0, 27.0, 120.8, 753.0),
+    "Llama-4-Scout-17B-16E": (24.0, 189.0, 939.0, 2544.0),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B": (47.6, 52.7, 76.2, 234.3),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-FP8kv": (47.2, 49.8, 61.5, 140.6),
+    "Nemotron-H-8B": (99.4, 113.2, 175.7, 597.4),
+    "Qwen3-Next-80B-A3B": (40.7, 61.7, 155.4, 787.7),
+    "granite-4.0-h-tiny": (28.7, 35.6, 66.8, 277.7),
+    "Falcon-H1-7B": (72.4, 110.9, 282.8, 1441.9),
+    "DeepSeek-V3": (8.6, 67.6, 335.6, 2144.5),
 }
 
 
@@ -137,8 +125,7 @@ def test_published_bytes(name: str, tmp_path: Path) -> None:
     path.write_text(json.dumps(CONFIGS[name]))
     for at, tokens in enumerate((128, 1000, 5000, 32000)):
         form = cli("plan", path, "--tokens", tokens, "--descriptor-bytes", 2**40, "--json").form
-        vllm, needed = (figures[at] for figures in PUBLISHED[name])
-        assert form["vllm"]["bytes"] / MIB == pytest.approx(vllm, abs=0.0501)
+        needed = PUBLISHED[name][at]
         # A latent is cut at the last token at no cost: it needs up to 15 tokens of 61 layers less than whole blocks.
         least = needed - (15 * 1152 * 61 / MIB if name == "DeepSeek-V3" else 0) - 0.0501
         assert least <= form["bytes"] / MIB <= needed + 0.0501
@@ -202,18 +189,11 @@ def test_text_explains_itself(config: Path) -> None:
     done = cli("plan", config, *PAIR)
     assert (done.code, done.err) == (0, "")
     assert "Nemotron-3-Nano: 8,192 tokens" in done.out
-    for words in ("0 ssm the last state", "4 full tokens 0 to 8,191", "142.8 MiB", "vLLM 0.32", "no HMA"):
+    for words in ("0 ssm the last state", "4 full tokens 0 to 8,191", "142.8 MiB", "whole blocks", "whole prompt"):
         assert words in done.words
     quiet = cli("plan", config, *PAIR, "-q")
     assert quiet.out.splitlines()[0].strip() == "all ranks"
     assert "note" not in quiet.out
-
-
-def test_a_refusing_vllm_is_named() -> None:
-    form = cli("plan", NANO, "--prefill", "tp=1,kernel=16", "--decode", "tp=1,block=24,kernel=24", "--json").form
-    assert form["vllm"] == {"refused": "kernel block of D, 24 tokens, is no multiple of P's, 16"}
-    text = cli("plan", NANO, "--prefill", "tp=1,kernel=16", "--decode", "tp=1,block=24,kernel=24").words
-    assert "refused: kernel block of D" in text
 
 
 def test_a_geometry_is_both_sides(tmp_path: Path) -> None:
@@ -236,7 +216,6 @@ def test_geometries_without_block_ids(tmp_path: Path) -> None:
     form = cli("plan", "--local", paths[0], "--remote", paths[1], "--remote", paths[2], "--json").form
     assert form["bytes"] == transfers(8192)[1].bytes
     assert [(row["decode_rank"], row["prefill_rank"]) for row in form["pairs"]] == [(1, 0)]
-    assert form["vllm"] == {"not_counted": "not all ranks of both engines are given"}
 
 
 # --- the field's words ------------------------------------------------------------------------------------------------
@@ -329,7 +308,10 @@ def test_pipeline_stages(prefill: int, decode: int) -> None:
     assert (form["bytes"], form["groups"][4]["layers"]) == (whole["bytes"], 6)
     assert [row["bytes"] for row in form["groups"]] == [row["bytes"] for row in whole["groups"]]
     assert (form["prefill"]["pp"], form["decode"]["pp"]) == (prefill, decode)
-    assert form["vllm"] == form["no_hma"] == {"not_counted": "pipeline stages"}
+    for column in ("whole_blocks", "whole_prompt"):
+        assert [form[column][field] for field in ("bytes", "descriptors")] == [
+            whole[column][field] for field in ("bytes", "descriptors")
+        ]
     assert not any("one side lacks" in note for note in form["notes"])
     one = model(NANO)
 
@@ -344,7 +326,6 @@ def test_pipeline_stages(prefill: int, decode: int) -> None:
     assert {(row["decode_rank"] // 4, row["prefill_rank"] // 2) for row in form["pairs"]} == meet
     text = cli("plan", NANO, *sides).words
     assert "engine TP PP tensors" in text
-    assert "not counted: pipeline stages" in text
     if decode > 1:
         assert f"{decode} pipeline stages of 4 ranks" in cli("explain", NANO, *sides).words
 
@@ -358,77 +339,14 @@ def test_data_parallel_engines_are_reported() -> None:
     assert one == some
 
 
-def test_one_name_for_each_baseline() -> None:
-    for command in ("plan", "explain"):
-        words = cli(command, "gemma-3-4b").words
-        assert "vLLM 0.32" in words
-        assert "no HMA" in words
-        assert "without groups" not in words
-
-
-def test_layers_of_two_lengths_beside_vllm(tmp_path: Path) -> None:
-    """DeepSeek-V3.2: 63 blocks of 61 latents of 1,152 bytes a token, and as many keys of an index of 132."""
-    form = {**FAMILIES["DeepSeek-V3.2"], "num_hidden_layers": 61}
-    (tmp_path / "config.json").write_text(json.dumps(form))
-    found = cli("plan", tmp_path, "--tokens", 1000, "--json").form
-    assert found["vllm"]["bytes"] == found["no_hma"]["bytes"] == 63 * 16 * 61 * (1152 + 132) == 78_950_592
-    assert found["vllm"]["descriptors"] == 122
-
-
-# --- where another connector is faster -------------------------------------------------------------------------------
-
-SHORTER = ("gemma-3-27b", "--prefill", "tp=2,block=16", "--decode", "tp=2,block=64", "--tokens", "64k")
-"""P's blocks are shorter than D's: kvhma copies each head of each block."""
-
-
 def test_time_stands_beside_bytes() -> None:
-    form, words = cli("plan", *SHORTER, "--json").form, cli("plan", *SHORTER).words
-    for name in ("vllm", "no_hma"):
+    asked = ("gemma-3-27b", "--prefill", "tp=2,block=16", "--decode", "tp=2,block=64", "--tokens", "64k")
+    form, words = cli("plan", *asked, "--json").form, cli("plan", *asked).words
+    for name in ("whole_blocks", "whole_prompt"):
         other = form[name]
         assert other["bytes_ratio"] == other["bytes"] / form["bytes"]
         assert other["seconds_ratio"] == other["seconds"] / form["seconds"]
         assert f"{other['bytes_ratio']:.2f} × bytes, {other['seconds_ratio']:.2f} × time" in words
-    assert form["vllm"]["bytes_ratio"] == pytest.approx(1, abs=0.005)
-    assert form["vllm"]["seconds_ratio"] < 0.07
-
-
-def test_a_change_that_is_named_was_tried() -> None:
-    form = cli("plan", *SHORTER, "--json").form
-    (permuted, blocks), slower = form["slower"]["changes"], form["slower"]
-    assert (slower["than"], slower["as_fast_with_changes"]) == ("vllm", True)
-    assert permuted["change"] == "permute_bytes=1048576 in D's settings"
-    assert permuted["permuted_bytes"] > 0.99 * form["bytes"]
-    assert blocks["change"] == "--decode block=16"
-    words = [*SHORTER[:4], "tp=2,block=16", *SHORTER[5:]]
-    assert cli("plan", *words, "--json").form["seconds"] == blocks["seconds"] <= form["vllm"]["seconds"]
-    line = cli("plan", *SHORTER).out.splitlines()[-1]
-    assert line.startswith("slower: vLLM 0.32 is predicted to take 71.4 ms where kvhma takes 1.08 s: permute_bytes=")
-    assert line.endswith("--decode block=16 makes it 71 ms")
-
-
-def test_a_block_is_what_was_asked_for_not_what_a_state_makes_of_it() -> None:
-    changes = cli("plan", "Jamba-v0.1", "--decode", "block=64", "--tokens", "5k", "--json").form["slower"]["changes"]
-    assert [change["change"] for change in changes][1] == "--decode block=16"
-
-
-def test_report_if_nothing_helps(tmp_path: Path) -> None:
-    """vLLM sends bytes that belong to no layer, with one descriptor less; only descriptors cost time there."""
-    one = layout(model("gemma-3-4b"), LayoutOptions(num_blocks=400))
-    geometry, link = tmp_path / "one.json", tmp_path / "link.json"
-    geometry.write_bytes(one.to_json())
-    link.write_text('{"kvhma_link": 1, "seconds_per_descriptor": 1.0, "bytes_per_second": 1e15}')
-    words = ("--local", geometry, "--remote", geometry, "--tokens", 500, "--link", link)
-    form = cli("plan", *words, "--json").form
-    assert form["vllm"]["descriptors"] < form["descriptors"]
-    assert form["slower"] == {"than": "vllm", "as_fast_with_changes": False, "changes": []}
-    assert "no change of block size, kernel block or layout that was tried helps" in cli("plan", *words).words
-
-
-@pytest.mark.parametrize("name", ["gemma-3-27b", "gpt-oss-20b", NANO, "DeepSeek-V3"])
-def test_no_remark_where_kvhma_is_as_fast(name: str) -> None:
-    done = cli("plan", name, "--prefill", "tp=2", "--decode", "tp=4")
-    assert "slower: " not in done.out
-    assert cli("plan", name, "--prefill", "tp=2", "--decode", "tp=4", "--json").form["slower"] is None
 
 
 # --- other forms -----------------------------------------------------------------------------------------------------
@@ -470,23 +388,8 @@ def test_sweep() -> None:
         one = cli(
             "plan", NANO, "--prefill", "tp=2", "--decode", row["decode"], "--tokens", row["tokens"], "--json"
         ).form
-        for field in ("bytes", "descriptors", "seconds", "vllm", "no_hma"):
+        for field in ("bytes", "descriptors", "seconds", "whole_blocks", "whole_prompt"):
             assert row[field] == one[field]
-
-
-def test_sweep_names_remedies() -> None:
-    sides = ("--prefill", "block=16", "--decode", "block=16/64", "--tokens", "5k")
-    rows = cli("sweep", "gemma-3-4b", *sides, "--json").form["rows"]
-    assert rows[0]["slower"] is None
-    one = cli("plan", "gemma-3-4b", "--prefill", "block=16", "--decode", "block=64", "--tokens", "5k", "--json").form
-    advice = rows[1]["slower"].pop("advice")
-    assert rows[1]["slower"] == one["slower"]
-    assert advice == "--decode block=16 or --prefill block=64 makes it as fast as vLLM 0.32"
-    words = cli("sweep", "gemma-3-4b", *sides).words
-    assert "slower (1)" in words
-    assert f"slower (1): {advice}" in words
-    lost = rows[1]["vllm"]
-    assert f"{lost['bytes_ratio']:.2f}, {lost['seconds_ratio']:.2f}" in words
 
 
 def test_sweep_in_other_forms(tmp_path: Path) -> None:
@@ -648,22 +551,6 @@ def test_dtype_of_state_or_attention_for_any_names(page: int, part: int, fix: st
     assert all(fix in row["fix"] for row in rows)
 
 
-def test_vllm_cuts_repeated_groups_in_equal_pieces(tmp_path: Path) -> None:
-    """Both ranks of P hold B and C whole; vLLM takes half of them from each, so that D gets each byte once."""
-    form = {"model_type": "mamba2", "num_hidden_layers": 3, "n_groups": 1, "dtype": "bfloat16"}
-    (tmp_path / "config.json").write_text(json.dumps(form))
-    found = cli("plan", tmp_path, "--prefill", "tp=2", "--json").form
-    state = 3 * 2 * (128 * 64 + 2 * 128) + 128 * 64 * 128 * 2
-    assert found["bytes"] == found["vllm"]["bytes"] == 3 * state
-
-
-def test_a_pool_has_room_for_every_connector() -> None:
-    """A model with windows only needs few blocks, a connector without groups needs all of them."""
-    form = cli("plan", "gpt-oss-20b", "--tokens", 50_000, "--pool", "used", "--json").form
-    assert form["no_hma"]["bytes"] == 24 * 50_000 * 2048
-    assert form["no_hma"]["descriptors"] > 24 * 300
-
-
 def test_different_kernel_blocks_have_a_note() -> None:
     words = "Equal kernel blocks, or layout=LBNHC, need fewer"
     sides = {
@@ -680,7 +567,6 @@ def test_different_kernel_blocks_have_a_note() -> None:
     ("name", "options", "note"),
     [
         ("DeepSeek-V3", ("--prefill", "tp=4"), "nothing is read from P rank 1–3: another rank holds the same"),
-        (NANO, ("--decode", "block=32", "--cached", 1024), "vLLM 0.32 allows no prefix hit between engines"),
         ("gemma-3-4b", (), "139,264 bytes after the last token come along"),
     ],
 )

@@ -60,8 +60,8 @@ def test_demo_in_json() -> None:
         assert 0 < row["tokens"] <= 300
         assert row["moved"] == row["bytes"] > 0
         assert row["zeroed"] > 0
-        assert row["bytes"] < row["vllm"]["bytes"] < row["no_hma"]["bytes"]
-        assert row["descriptors"] < row["vllm"]["descriptors"] < row["no_hma"]["descriptors"]
+        assert row["bytes"] < row["whole_blocks"]["bytes"] <= row["whole_prompt"]["bytes"]
+        assert row["descriptors"] <= row["whole_blocks"]["descriptors"] <= row["whole_prompt"]["descriptors"]
     # Every byte of D is one of three things, for every request.
     assert len({row["moved"] + row["zeroed"] + row["untouched"] for row in rows}) == 1
     assert done.stderr == ""
@@ -72,11 +72,12 @@ def test_demo_in_a_table() -> None:
     done = cli("demo", "--model", "gpt-oss-20b", "--requests", 1, "--tokens", 300)
     assert done.code == 0, done.err
     assert done.err == ""
-    title, names, units, row, verdict = done.out.splitlines()
+    title, above, names, units, row, verdict = done.out.splitlines()
     assert title.strip() == "gpt-oss-20b: from a prefill to a decode process over NIXL"
-    assert names.split() == ["prompt", "kvhma", "vLLM", "0.32", "no", "HMA", "kvhma", "vLLM", "0.32", "time", "bytes"]
+    assert above.split() == ["whole"] * 3
+    assert names.split() == ["prompt", "kvhma", "blocks", "prompt", "kvhma", "blocks", "time", "bytes"]
     assert units.split() == ["request", "tokens", "MiB", "MiB", "MiB", "descr.", "descr.", "ms", "right"]
-    assert row.split()[:2] == ["short", "prompt"]
+    assert row.split()[0] == "short"
     assert row.split()[-1] == "yes"
     assert max(map(len, (row.rstrip(), names.rstrip(), units.rstrip()))) <= 80
     assert verdict == "every byte of the decode cache is right after 1 of 1 request"

@@ -11,7 +11,6 @@ from typing import Any, TypeVar, get_args
 import click
 
 from kvhma.cli.asked_layout import Layout, ask_layout
-from kvhma.cli.compare.engines import Engines
 from kvhma.cli.engine_options import EngineOptions, complete_engine, parse_engine
 from kvhma.cli.hand_off import HandOff, PlanOptions, RequestOptions, of_geometries, of_model
 from kvhma.cli.model_names import complete_model, geometry
@@ -131,8 +130,8 @@ class Arguments(RequestOptions):
             if self.model or not self.local or not self.remote:
                 raise click.UsageError("give MODEL, or --local and --remote")
             self._check_defaults()
-            engines = Engines([geometry(self.local)], [geometry(file) for file in self.remote])
-            return of_geometries(self.local.stem, engines, self)
+            remotes = [geometry(file) for file in self.remote]
+            return of_geometries(self.local.stem, [geometry(self.local)], remotes, self)
         if self.model is None:
             raise click.UsageError(
                 "Missing argument 'MODEL': a Hugging Face id or name of `kvhma models`, a config.json or its "
@@ -142,7 +141,7 @@ class Arguments(RequestOptions):
         found = ask_layout(self.model, self.layout, self.kv_dtype, self.ssm_dtype, sizes)
         if isinstance(found, Geometry):
             self._check_defaults()
-            return of_geometries(Path(self.model).stem, Engines([found], [found]), self)
+            return of_geometries(Path(self.model).stem, [found], [found], self)
         found.check(self.prefill, self.decode)
         return replace(of_model(found.model, self.prefill, self.decode, self), layout=found.layout)
 

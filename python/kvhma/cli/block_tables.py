@@ -73,13 +73,6 @@ def block_tables(geometry: Geometry, num_tokens: int, pool: Pool, seed: int) -> 
     return [[ids[block] for block in table] for table in tables]
 
 
-def full_table(geometry: Geometry, num_tokens: int, pool: Pool, seed: int) -> list[int]:
-    """Return blocks for every token of the sequence, with ids past the end of the pool if the pool is too small."""
-    count = -(-num_tokens // main_group(geometry).block_size)
-    blocks = min(layer.num_blocks for layer in geometry.layers)
-    return list(pool_ids(blocks, pool, seed)[1 : count + 1]) if count < blocks else list(range(1, count + 1))
-
-
 def main_group(geometry: Geometry) -> Group:
     """Return the first attention group, or the first group if there is no attention."""
     return next((group for group in geometry.groups if group.kind != "ssm"), geometry.groups[0])

@@ -11,10 +11,9 @@ from typing import Any
 import click
 from rich.progress import Progress
 
-from kvhma.cli.compare.engines import total
-from kvhma.cli.compare.selection import select_all
+from kvhma.cli.columns import WHOLE_BLOCKS, WHOLE_PROMPT, whole_blocks, whole_prompt
 from kvhma.cli.format import Sheet, plural, print_result, progress, table_options
-from kvhma.cli.hand_off import NO_HMA, VLLM, HandOff, vllm_counts
+from kvhma.cli.hand_off import HandOff
 from kvhma.cli.model_names import complete_model, find_model
 from kvhma.cli.scenario import Scenario, scenario
 from kvhma.cli.subprocess import introduce, process, receive
@@ -84,36 +83,36 @@ def _run(plan: Scenario, corrupt: bool, bar: Progress) -> Iterator[tuple[HandOff
 
 def _row(request: HandOff, outcome: Outcome) -> dict[str, Any]:
     geometry = request.decode[0]
-    full = select_all(geometry, geometry, *request.full_tables)
     return {
         "name": request.name,
         **asdict(outcome),
         "verified": outcome.wrong is None,
-        "no_hma": {"descriptors": full.descriptors, "bytes": full.bytes},
-        "vllm": asdict(total(vllm_counts(request))),
+        "whole_blocks": asdict(whole_blocks(geometry, request.held, request.spans(geometry)[0])),
+        "whole_prompt": asdict(whole_prompt(geometry, request.held, request.tokens)),
     }
 
 
 def _flat(name: str, row: dict[str, Any]) -> dict[str, Any]:
-    figures = {f"{name}_{field}": row[name][field] for name in ("vllm", "no_hma") for field in row[name]}
+    figures = {f"{name}_{field}": row[name][field] for name in ("whole_blocks", "whole_prompt") for field in row[name]}
     return {"model": name, **{field: value for field, value in row.items() if not isinstance(value, dict)}, **figures}
 
 
 def _sheet(name: str, rows: list[dict[str, Any]]) -> Sheet:
-    """Return a line for each request: what kvhma moved, and what the two other connectors would move."""
+    """Return a line for each request: what kvhma moved, and what movers of whole blocks and prompts would."""
     cells = [
         (
             row["name"],
             f"{row['tokens']:,}",
-            *(f"{count['bytes'] / 2**20:,.1f}" for count in (row, row["vllm"], row["no_hma"])),
-            *(f"{count['descriptors']:,}" for count in (row, row["vllm"])),
+            *(f"{count['bytes'] / 2**20:,.1f}" for count in (row, row["whole_blocks"], row["whole_prompt"])),
+            *(f"{count['descriptors']:,}" for count in (row, row["whole_blocks"])),
             f"{row['seconds'] * 1e3:.0f}",
             "yes" if row["verified"] else "no",
         )
         for row in rows
     ]
-    mib = [f"{connector}\nMiB" for connector in ("kvhma", VLLM, NO_HMA)]
-    descriptors = [f"{connector}\ndescr." for connector in ("kvhma", VLLM)]
+    blocks, prompt = (name.replace(" ", "\n") for name in (WHOLE_BLOCKS, WHOLE_PROMPT))
+    mib = [f"{mover}\nMiB" for mover in ("kvhma", blocks, prompt)]
+    descriptors = [f"{mover}\ndescr." for mover in ("kvhma", blocks)]
     right = sum(row["verified"] for row in rows)
     unseen = (
         "" if all(row["counted"] for row in rows) else "; NIXL's telemetry is off: its descriptors were not counted"

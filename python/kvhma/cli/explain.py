@@ -11,9 +11,10 @@ import click
 from rich.console import Console
 
 from kvhma.cli.arguments import Arguments, hand_off_options
+from kvhma.cli.columns import WHOLE_BLOCKS, WHOLE_PROMPT, total
 from kvhma.cli.format import output_options, plural, print_json, printable, size, working
 from kvhma.cli.format import ranges as format_ranges
-from kvhma.cli.hand_off import NO_HMA, VLLM, HandOff, PlanOptions, count
+from kvhma.cli.hand_off import HandOff, PlanOptions, count
 from kvhma.cli.remedies import Refusal, refusals
 from kvhma.cli.summary import engine_form, groups_form, notes
 from kvhma.cli.values import Ranks
@@ -130,20 +131,17 @@ def _engine(ranks: Sequence[Geometry]) -> str:
 
 def _request(hand_off: HandOff, options: PlanOptions, quiet: bool) -> list[str]:
     counted = count(hand_off, options, quiet)
-    total = counted.total
+    own = counted.total
     move = "moves" if len(counted.reads) == 1 else "move"
-    what = f"{size(total.bytes)} in {plural(total.descriptors, 'run')}"
+    what = f"{size(own.bytes)} in {plural(own.descriptors, 'run')}"
     sentences = [f"{plural(len(counted.reads), 'pair')} of ranks {move} {what}."]
     alike: dict[tuple[Any, ...], list[int]] = {}
     for row in groups_form(hand_off, counted):
         alike.setdefault(tuple(row[field] for field in _SAID), []).append(row["group"])
     sentences += [_group_sentence(groups, dict(zip(_SAID, said, strict=True))) for said, groups in alike.items()]
-    for name, counts in ((VLLM, counted.vllm), (NO_HMA, counted.no_hma)):
-        if counts.why_not is not None:
-            sentences.append(f"{name}: {counts.why_not}.")
-            continue
-        moved = counts.total
-        sentences.append(f"{name}: would move {size(moved.bytes)} in {plural(moved.descriptors, 'descriptor')}.")
+    for name, moved in ((WHOLE_BLOCKS, total(counted.whole_blocks)), (WHOLE_PROMPT, total(counted.whole_prompt))):
+        name = name[0].upper() + name[1:]
+        sentences.append(f"{name} would be {size(moved.bytes)} in {plural(moved.descriptors, 'descriptor')}.")
     return [*sentences, *(f"Note: {note}." for note in notes(hand_off, counted))]
 
 

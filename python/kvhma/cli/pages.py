@@ -10,8 +10,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma.cli.compare.views import contiguous_pieces
 from kvhma.cli.format import ranges
+from kvhma.cli.pieces import contiguous_pieces
 from kvhma.cli.svg import COLORS, COLUMN, Drawing
 from kvhma.geometry import Geometry, Layer, Part
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import click
 
 from kvhma.cli import request as exact
 from kvhma.cli.arguments import FILE, Arguments, hand_off_options
-from kvhma.cli.faster import Slower, own_seconds, slower, slowest
+from kvhma.cli.columns import WHOLE_BLOCKS, WHOLE_PROMPT, Count, total
 from kvhma.cli.format import (
     Sheet,
     duration,
@@ -24,7 +25,7 @@ from kvhma.cli.format import (
     size,
     table_options,
 )
-from kvhma.cli.hand_off import NO_HMA, VLLM, Counted, HandOff, OtherCount, count
+from kvhma.cli.hand_off import Counted, HandOff, count, own_seconds, slowest
 from kvhma.cli.link_file import load_link
 from kvhma.cli.summary import engine_form, groups_form, notes
 from kvhma.costs import Link
@@ -52,9 +53,9 @@ def plan(request: Path | None, link: Path | None, style: str, quiet: bool, **giv
     hf download ORGANISATION/NAME config.json --local-dir DIR    # any other model: then
     kvhma plan DIR
 
-    The table compares kvhma with "vLLM 0.32", that version's own NIXL connector, and with "no HMA", a connector that
-    treats every layer as full attention. The cost model predicts the time: t = a * descriptors + bytes / bandwidth. If
-    another connector is faster, a last line names a change that helps; each change was tried.
+    The last table compares kvhma with movers that know less. "whole blocks" reads each live block of each layer whole.
+    "whole prompt" reads each block of the prompt, without windows or hits. The cost model predicts the time: t = a *
+    descriptors + bytes / bandwidth.
     """  # noqa: D301 - click's mark for lines that it must not wrap
     asked = Arguments(**given)
     if request is not None:
@@ -63,9 +64,8 @@ def plan(request: Path | None, link: Path | None, style: str, quiet: bool, **giv
     hand_off = asked.hand_off()
     constants = load_link(link)
     counted = count(hand_off, asked.plan_options, quiet or style != "table")
-    lost = slower(hand_off, counted, constants, asked.plan_options) if style != "csv" else None
     if style == "json":
-        print_json(form(hand_off, counted, constants, lost))
+        print_json(form(hand_off, counted, constants))
     elif style == "csv":
         print_csv(flat(hand_off, counted))
     else:
@@ -75,8 +75,6 @@ def plan(request: Path | None, link: Path | None, style: str, quiet: bool, **giv
         print_sheets(sheets, style)
         if not quiet:
             _print_notes([f"note: {note}" for note in notes(hand_off, counted)], style)
-        if lost is not None:
-            _print_notes([f"slower: {lost.text}"], style)
 
 
 def _print_notes(lines: list[str], style: str) -> None:
@@ -84,7 +82,7 @@ def _print_notes(lines: list[str], style: str) -> None:
         click.echo(f"\n{printable(line)}" if style == "markdown" else printable(line))
 
 
-def form(hand_off: HandOff, counted: Counted, link: Link, lost: Slower | None) -> dict[str, Any]:
+def form(hand_off: HandOff, counted: Counted, link: Link) -> dict[str, Any]:
     """Return all results in their JSON form; docs/cli.md describes the fields."""
     return {
         "kvhma_plan": 1,
@@ -109,9 +107,8 @@ def form(hand_off: HandOff, counted: Counted, link: Link, lost: Slower | None) -
         "excess_bytes": counted.excess,
         "zeroed_bytes": counted.zeroed,
         "seconds": own_seconds(hand_off, counted, link),
-        "vllm": other_form(counted.vllm, hand_off, counted, link),
-        "no_hma": other_form(counted.no_hma, hand_off, counted, link),
-        "slower": None if lost is None else lost.form(),
+        "whole_blocks": column_form(counted.whole_blocks, hand_off, counted, link),
+        "whole_prompt": column_form(counted.whole_prompt, hand_off, counted, link),
         "link": asdict(link),
         "notes": notes(hand_off, counted),
     }
@@ -134,21 +131,19 @@ def flat(hand_off: HandOff, counted: Counted) -> list[dict[str, Any]]:
     ]
 
 
-def other_form(counts: OtherCount, hand_off: HandOff, counted: Counted, link: Link) -> dict[str, Any]:
-    """Return bytes, descriptors and seconds of another connector with ratios to kvhma's, or why they are missing."""
-    if counts.why_not is not None:
-        return {"refused": counts.refused} if counts.refused is not None else {"not_counted": counts.not_counted}
-    seconds, own = slowest(counts.ranks, link), own_seconds(hand_off, counted, link)
+def column_form(counts: Sequence[Count], hand_off: HandOff, counted: Counted, link: Link) -> dict[str, Any]:
+    """Return bytes, descriptors and seconds of a column, by rank of D, with ratios to kvhma's."""
+    seconds, own, moved = slowest(counts, link), own_seconds(hand_off, counted, link), total(counts)
     return {
-        **asdict(counts.total),
+        **asdict(moved),
         "seconds": seconds,
-        "bytes_ratio": counts.total.bytes / counted.total.bytes if counted.total.bytes else None,
+        "bytes_ratio": moved.bytes / counted.total.bytes if counted.total.bytes else None,
         "seconds_ratio": seconds / own if own else None,
     }
 
 
 def ratios(form: dict[str, Any]) -> str:
-    """Return the ratios of another connector to kvhma, in the form of the tables."""
+    """Return the ratios of a column to kvhma, in the form of the tables."""
     if form.get("bytes_ratio") is None:
         return ""
     return f"{form['bytes_ratio']:.2f} × bytes, {form['seconds_ratio']:.2f} × time"
@@ -226,13 +221,10 @@ def _pairs(hand_off: HandOff, counted: Counted, link: Link) -> Sheet:
 
 
 def _totals(counted: Counted, hand_off: HandOff, link: Link) -> Sheet:
-    total = counted.total
-    rows = [("kvhma", size(total.bytes), f"{total.descriptors:,}", duration(own_seconds(hand_off, counted, link)), "")]
-    for name, counts in ((VLLM, counted.vllm), (NO_HMA, counted.no_hma)):
-        if counts.why_not is not None:
-            rows.append((name, "–", "–", "–", counts.why_not))
-            continue
-        sizes = other_form(counts, hand_off, counted, link)
+    own = counted.total
+    rows = [("kvhma", size(own.bytes), f"{own.descriptors:,}", duration(own_seconds(hand_off, counted, link)), "")]
+    for name, counts in ((WHOLE_BLOCKS, counted.whole_blocks), (WHOLE_PROMPT, counted.whole_prompt)):
+        sizes = column_form(counts, hand_off, counted, link)
         cells = size(sizes["bytes"]), f"{sizes['descriptors']:,}", duration(sizes["seconds"]), ratios(sizes)
         rows.append((name, *cells))
     columns = ("", "bytes", "descriptors", "predicted", "")

@@ -24,19 +24,19 @@ class Point(NamedTuple):
 
 
 class Line(NamedTuple):
-    """The requests between one pair of engines, and the same requests by another connector, for a dashed line."""
+    """The requests between one pair of engines, and the same requests in another column, for a dashed line."""
 
     points: list[Point]
     compared: list[Point]
 
 
-def plot(title: str, lines: Mapping[str, Line], connector: str) -> tuple[Drawing, float]:
+def plot(title: str, lines: Mapping[str, Line], column: str) -> tuple[Drawing, float]:
     """Draw two panels with a common legend. Only eight lines are drawn; the page says how many are left out.
 
     Args:
         title: the title.
         lines: a line for each pair of engines.
-        connector: name of the compared connector.
+        column: name of the other column.
     """
     shown = dict(list(lines.items())[:COLORS])
     page = Drawing(COLUMN, title, "Predicted time and bytes by tokens of the prompt; both axes are logarithmic.")
@@ -44,7 +44,7 @@ def plot(title: str, lines: Mapping[str, Line], connector: str) -> tuple[Drawing
     y = page.paragraph(12, y, "Both axes are logarithmic. Hover over a mark for its numbers.", "soft") + 12
     for name, value, unit in (("predicted time", _seconds, duration), ("bytes, all ranks", _nbytes, size)):
         page.text(12, y, name, "head")
-        _panel(page, y + 16, shown, connector, value, unit)
+        _panel(page, y + 16, shown, column, value, unit)
         y += _HEIGHT + 64
     page.text(_RIGHT, y - 14, "tokens of the prompt", "small soft end")
     for index, pair in enumerate(shown):
@@ -52,7 +52,7 @@ def plot(title: str, lines: Mapping[str, Line], connector: str) -> tuple[Drawing
         page.text(32, y, pair)
         y += 18
     if any(line.compared for line in shown.values()):
-        y = page.paragraph(12, y, f"dashed, with empty marks: {connector}", "soft")
+        y = page.paragraph(12, y, f"dashed, with empty marks: {column}", "soft")
     if len(lines) > len(shown):
         y = page.paragraph(12, y, f"and {len(lines) - len(shown)} pairs more, which only the table has", "soft")
     return page, y
@@ -70,7 +70,7 @@ def _panel(
     page: Drawing,
     y: float,
     lines: Mapping[str, Line],
-    connector: str,
+    column: str,
     value: Callable[[Point], float],
     unit: Callable[[float], str],
 ) -> None:
@@ -90,7 +90,7 @@ def _panel(
             last = x
     for index, (pair, line) in enumerate(lines.items()):
         for name, requests, curve, shape in (
-            (f"{connector}, {pair}", line.compared, f"s{index} other", f"s{index} empty"),
+            (f"{column}, {pair}", line.compared, f"s{index} other", f"s{index} empty"),
             (pair, line.points, f"s{index}", f"c{index}"),
         ):
             ends = [(across(point.tokens), up(value(point))) for point in requests]

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvhma.cli.block_tables import sequence_blocks
-from kvhma.cli.compare.engines import Engines
 from kvhma.cli.hand_off import HandOff, RequestOptions, of_geometries
 from kvhma.errors import RequestError
 from kvhma.geometry import Geometry
@@ -87,9 +86,8 @@ def scenario(model: Model, tokens: int | None, count: int, seed: int) -> Scenari
     while len(shapes) < count:
         shapes.append(("arbitrary", rng.randint(1, longest), rng.choice([0.0, 0.3, 0.7])))
     geometry = geometry_of(model, num_blocks)
-    engines = Engines([geometry], [geometry])
     requests = (
-        of_geometries(name, engines, RequestOptions(n, int(hit * n), "used", rng.randrange(1 << 31)))
+        of_geometries(name, [geometry], [geometry], RequestOptions(n, int(hit * n), "used", rng.randrange(1 << 31)))
         for name, n, hit in shapes[:count]
     )
     return Scenario(model, num_blocks, tuple(requests), seed)

@@ -8,8 +8,9 @@ from typing import Any
 
 from kvhma._kvhma import first_needed_tokens
 from kvhma.cli.block_tables import main_group
+from kvhma.cli.columns import total
 from kvhma.cli.format import plural, ranges
-from kvhma.cli.hand_off import VLLM, Counted, HandOff
+from kvhma.cli.hand_off import Counted, HandOff
 from kvhma.geometry import Geometry, Group
 
 
@@ -86,7 +87,6 @@ def notes(hand_off: HandOff, counted: Counted) -> list[str]:
         excess if counted.excess else None,
         zeroed if counted.zeroed else None,
         _note_on_idle_ranks(hand_off, counted),
-        _note_on_block_ratio(hand_off, counted),
         *(
             f"{name} dp={size}: a request is on one of {size} engines, and these are the numbers of one"
             for name, size in sides
@@ -116,24 +116,11 @@ def _note_on_idle_ranks(hand_off: HandOff, counted: Counted) -> str | None:
     return f"nothing is read from P rank {ranks}: another rank holds the same, or D needs none of it"
 
 
-def _note_on_block_ratio(hand_off: HandOff, counted: Counted) -> str | None:
-    if not hand_off.cached or counted.vllm.why_not is not None:
-        return None
-    if _ratios(hand_off.decode[0]) == _ratios(hand_off.prefill[0]):
-        return None
-    return f"{VLLM} allows no prefix hit between engines of different block ratio; its count assumes one"
-
-
 def _note_on_kernel_blocks(hand_off: HandOff, counted: Counted) -> str | None:
     local, remote = hand_off.kernel_blocks
-    if local == remote or not 0 < counted.vllm.total.descriptors < counted.total.descriptors:
+    if local == remote or total(counted.whole_blocks).descriptors >= counted.total.descriptors:
         return None
     return (
         f"kernel blocks of {local} tokens on D and {remote} on P: with heads outside of tokens, each head of a block "
-        "is a separate copy. Equal kernel blocks, or layout=LBNHC, need fewer. vLLM reads whole blocks and moves the "
-        "tokens on the device afterwards"
+        "is a separate copy. Equal kernel blocks, or layout=LBNHC, need fewer, and so does permute_bytes"
     )
-
-
-def _ratios(geometry: Geometry) -> list[int]:
-    return [group.ratio for group in geometry.groups]

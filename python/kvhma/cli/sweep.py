@@ -12,8 +12,8 @@ import click
 
 from kvhma.cli.arguments import FILE, dtype_options, engine_option, layout_option
 from kvhma.cli.asked_layout import AskedModel, ask_layout
+from kvhma.cli.columns import WHOLE_BLOCKS, WHOLE_PROMPT
 from kvhma.cli.engine_options import EngineOptions, parse_engines
-from kvhma.cli.faster import own_seconds, slower
 from kvhma.cli.format import (
     Sheet,
     duration,
@@ -22,10 +22,10 @@ from kvhma.cli.format import (
     table_options,
     watched,
 )
-from kvhma.cli.hand_off import NO_HMA, VLLM, RequestOptions, count, of_model
+from kvhma.cli.hand_off import RequestOptions, count, of_model, own_seconds
 from kvhma.cli.link_file import load_link
 from kvhma.cli.model_names import complete_model
-from kvhma.cli.plan import other_form
+from kvhma.cli.plan import column_form
 from kvhma.cli.plot import Line, Point, plot
 from kvhma.cli.svg import check_drawing
 from kvhma.cli.values import TokenList
@@ -71,8 +71,8 @@ def sweep(
     \b
     kvhma sweep google/gemma-3-27b-it --prefill tp=2 --decode tp=1/2/4,block=16/64 --tokens 1k/8k/64k -o sweep.svg
 
-    A refused pair has a line too. The reasons are below the table, with the changes that help if another connector is
-    faster. The columns of other connectors are multiples of kvhma's bytes and time.
+    A refused pair has a line too, and its reason is below the table. The columns "whole blocks" and "whole prompt", as
+    of `kvhma plan`, are multiples of kvhma's bytes and time.
     """  # noqa: D301 - click's mark for lines that it must not wrap
     if output is not None:
         check_drawing(output)
@@ -104,14 +104,12 @@ def _row(asked: AskedModel, case: _Case, pool: Any, link: Link) -> dict[str, Any
         counted = count(hand_off)
     except KvhmaError as error:
         return {**row, "refused": str(error)}
-    lost = slower(hand_off, counted, link)
     return {
         **row,
         **asdict(counted.total),
         "seconds": own_seconds(hand_off, counted, link),
-        "vllm": other_form(counted.vllm, hand_off, counted, link),
-        "no_hma": other_form(counted.no_hma, hand_off, counted, link),
-        "slower": None if lost is None else {**lost.form(), "advice": lost.advice},
+        "whole_blocks": column_form(counted.whole_blocks, hand_off, counted, link),
+        "whole_prompt": column_form(counted.whole_prompt, hand_off, counted, link),
     }
 
 
@@ -120,30 +118,27 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
     fields = ("bytes", "descriptors", "seconds")
     flat = {name: row[name] for name in ("prefill", "decode", "tokens")}
     flat |= {name: row.get(name, "") for name in fields}
-    for connector in ("vllm", "no_hma"):
-        flat |= {f"{connector}_{name}": row.get(connector, {}).get(name, "") for name in fields}
-    return flat | {"slower": (row.get("slower") or {}).get("advice", ""), "refused": row.get("refused", "")}
+    for column in ("whole_blocks", "whole_prompt"):
+        flat |= {f"{column}_{name}": row.get(column, {}).get(name, "") for name in fields}
+    return flat | {"refused": row.get("refused", "")}
 
 
 def _sheet(name: str, rows: list[dict[str, Any]], link: Link) -> Sheet:
     cells: list[list[str]] = []
     reasons = list(dict.fromkeys(row["refused"] for row in rows if "refused" in row))
-    advice = list(dict.fromkeys(row["slower"]["advice"] for row in rows if row.get("slower")))
     for row in rows:
         start = [row["prefill"] or "tp=1", row["decode"] or "tp=1", f"{row['tokens']:,}"]
         if "refused" in row:
             cells.append([*start, *"–––––", f"refused ({reasons.index(row['refused']) + 1})"])
             continue
         own = [size(row["bytes"]), f"{row['descriptors']:,}", duration(row["seconds"])]
-        mark = f"slower ({advice.index(row['slower']['advice']) + 1})" if row["slower"] else ""
-        cells.append([*start, *own, *(_by_own(row[connector]) for connector in ("vllm", "no_hma")), mark])
+        cells.append([*start, *own, *(_by_own(row[column]) for column in ("whole_blocks", "whole_prompt")), ""])
     columns = ["prefill", "decode", "tokens", "bytes", "descr.", "time"]
-    columns += [f"{connector}\n× b., t." for connector in (VLLM, NO_HMA)]
+    columns += [f"{column}\n× b., t." for column in (WHOLE_BLOCKS, WHOLE_PROMPT)]
     align = "nnrrrrrr"
-    if reasons or advice:
+    if reasons:
         columns, align = [*columns, ""], f"{align}n"
     below = [f"refused ({number}): {reason}" for number, reason in enumerate(reasons, 1)]
-    below += [f"slower ({number}): {text}" for number, text in enumerate(advice, 1)]
     caption = "\n".join(
         [*below, f"times are predicted with {link.source}; × b./t.: bytes and time as multiples of kvhma's"]
     )
@@ -151,7 +146,7 @@ def _sheet(name: str, rows: list[dict[str, Any]], link: Link) -> Sheet:
 
 
 def _by_own(form: dict[str, Any]) -> str:
-    """Return the ratios of another connector's bytes and time to kvhma's."""
+    """Return the ratios of a column's bytes and time to kvhma's."""
     if form.get("bytes_ratio") is None:
         return "–"
     return f"{form['bytes_ratio']:.2f}, {form['seconds_ratio']:.2f}"
@@ -163,9 +158,9 @@ def _plot(name: str, cases: list[_Case], rows: list[dict[str, Any]], output: Pat
         if "refused" not in row and row["bytes"]:
             line = lines.setdefault(case.pair, Line([], []))
             line.points.append(Point(case.tokens, row["seconds"], row["bytes"]))
-            if nbytes := row["vllm"].get("bytes"):
-                line.compared.append(Point(case.tokens, row["vllm"]["seconds"], nbytes))
+            whole = row["whole_blocks"]
+            line.compared.append(Point(case.tokens, whole["seconds"], whole["bytes"]))
     if not lines:
         raise RequestError(f"--output {output}: every pair is refused: {rows[0].get('refused', 'nothing is moved')}")
-    page, height = plot(f"{name}: what a request moves", lines, VLLM)
+    page, height = plot(f"{name}: what a request moves", lines, WHOLE_BLOCKS)
     page.save(output, height)
