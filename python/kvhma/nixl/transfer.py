@@ -40,7 +40,7 @@ class Telemetry(NamedTuple):
 
     @classmethod
     def sum_pieces(cls, pieces: Sequence[Telemetry]) -> Telemetry:
-        """Return the measurements of a transfer from those of its pieces."""
+        """Return the measurements of a transfer from those of its `pieces`, of which there is at least one."""
         start_us = min(piece.start_us for piece in pieces)
         return cls(
             sum(piece.descriptors for piece in pieces),
