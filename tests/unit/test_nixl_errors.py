@@ -40,15 +40,20 @@ class Faults:
 
 
 class FaultyNixl:
-    """A fake NIXL with faults. What is looked up is called."""
+    """A fake NIXL with faults."""
 
     def __init__(self, fake: FakeNixl, faults: Faults) -> None:
         self._fake = fake
         self._faults = faults
 
     def __getattr__(self, name: str) -> Any:
-        self._faults.call(name)
-        return getattr(self._fake, name)
+        found = getattr(self._fake, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            self._faults.call(name)
+            return found(*arguments, **named)
+
+        return call if callable(found) else found
 
 
 class World:
@@ -78,7 +83,8 @@ class World:
         self.prepared = self.d.prepare_read(self.peer, *self.rows)
         net.polls = 2
         self.running = self.d.read(self.peer, *self.rows)
-        self.unposted = TransferHandle(self.peer, self.running._work, self.d._in_flight)
+        nixl = self.d._session.open()
+        self.unposted = TransferHandle(self.peer, self.d._in_flight, nixl, self.running._posted.copy())
         self.ids = np.array([1], np.int32)
         self.faults.called.clear()
 

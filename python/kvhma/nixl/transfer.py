@@ -38,18 +38,6 @@ class Telemetry(NamedTuple):
     post_us: int = 0
     transfer_us: int = 0
 
-    @classmethod
-    def sum_pieces(cls, pieces: Sequence[Telemetry]) -> Telemetry:
-        """Return the measurements of a transfer from those of its `pieces`, of which there is at least one."""
-        start_us = min(piece.start_us for piece in pieces)
-        return cls(
-            sum(piece.descriptors for piece in pieces),
-            sum(piece.nbytes for piece in pieces),
-            start_us,
-            sum(piece.post_us for piece in pieces),
-            max(piece.start_us + piece.transfer_us for piece in pieces) - start_us,
-        )
-
 
 class Piece(NamedTuple):
     """A part of a transfer that is posted at once.
@@ -240,7 +228,7 @@ class TransferHandle:
     def _succeed(self) -> None:
         measured = [telemetry for telemetry in self._measured if telemetry is not None]
         if len(measured) == len(self._measured):
-            self.telemetry = Telemetry.sum_pieces(measured)
+            self.telemetry = _sum_pieces(measured)
         if self._notif:
             try:
                 self._nixl.send_notif(self.peer.name, self._notif)
@@ -383,3 +371,15 @@ class InFlight:
             if transfer.aborted:
                 self._unclaimed.append(transfer)
             self._session.note_loss(transfer.peer, error)
+
+
+def _sum_pieces(pieces: Sequence[Telemetry]) -> Telemetry:
+    """Return the measurements of a transfer from those of its pieces."""
+    start_us = min(piece.start_us for piece in pieces)
+    return Telemetry(
+        sum(piece.descriptors for piece in pieces),
+        sum(piece.nbytes for piece in pieces),
+        start_us,
+        sum(piece.post_us for piece in pieces),
+        max(piece.start_us + piece.transfer_us for piece in pieces) - start_us,
+    )
