@@ -351,7 +351,7 @@ REQUESTS = (
             "e2e/test_readers.py::test_an_adapter_on_one_side",
             "e2e/test_deployments.py::test_adapters_that_have_other_numbers",
         ),
-        imitation=("connector/test_prompt.py::test_adapters_by_their_name_alone",),
+        imitation=("connector/test_adapters.py::test_equal_files_under_two_paths",),
         upstream="yes",
     ),
     Feature(
@@ -376,7 +376,7 @@ REQUESTS = (
     ),
     Feature(
         "routed experts returned",
-        refused=("connector/test_engine_config.py::test_refused",),
+        refused=("connector/test_engine_config.py::test_auxiliary_outputs",),
         upstream="?",
         note="P's experts are not D's to return",
     ),
