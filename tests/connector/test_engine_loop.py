@@ -246,7 +246,7 @@ def test_a_shutdown_waits_for_readers(loop):
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_a_pause_leaves_to_readers_what_it_does_not_clear(loop, monkeypatch, mode):
-    """Formerly it waited for all readers, whose claims need not end. A paused engine frees what they release."""
+    """The claims of readers need not end. A paused engine frees what they release."""
     monkeypatch.setattr(engine_loop, "_STEP_SECONDS", 0.0)
     claim = loop.keep()
     until(lambda: loop.tell("pause_scheduler", mode, False) is None)  # not in the step that is due

@@ -66,7 +66,6 @@ def read_in(source: str) -> set[str]:
 
 
 def test_the_proxy_passes_on_what_vllm_reads():
-    """Formerly it passed four, and a session or a priority was lost on the way."""
     files = [file for folder in SERVER for file in (SOURCES / folder).rglob("*.py")]
     read = {name for file in files for name in read_in(file.read_text(encoding="utf-8"))}
     ours = {name.lower() for name in (*PASSED, *PASSED_TO_DECODE)}

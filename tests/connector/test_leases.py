@@ -266,7 +266,7 @@ def test_releases_do_not_keep_renewals_from_being_said(address, renewer, service
 
 
 def test_an_engine_without_progress_renews_nothing_until_it_goes_on(address, service):
-    """Formerly a thread renewed for a paused engine, so P held the blocks for ever. A release needs no progress."""
+    """A paused engine would hold the blocks of P for ever. A release needs no progress."""
     asked, progress = [], threading.Event()
 
     def makes_progress(seconds):
@@ -305,7 +305,7 @@ def progress(monkeypatch):
     ],
 )
 def test_how_long_an_engine_makes_progress_after_its_last_step(progress, events, seconds):
-    """For claims that are renewed every 5 s. Formerly they were always renewed."""
+    """For claims that are renewed every 5 s."""
     loop, clock = progress
     for event in events.split():
         if event == "sleeps":

@@ -49,7 +49,7 @@ def instance(params):
 
 
 def test_a_reset_with_the_connector_ends_leases_first(chat):
-    """Formerly vLLM raised an error, or waited for readers, since `reset_cache` came too late and did nothing."""
+    """vLLM resets its blocks before the connector, and raises an error if the connector still holds some."""
     _, before = chat.prefill(chat.words(100))
     with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
         reset(chat.p, reset_connector=False)
@@ -157,7 +157,7 @@ def wait_until_p_has_its_blocks(p, looks, clock):
 
 
 def test_a_d_that_makes_no_steps_lets_p_have_its_blocks(pair, looks, clock):
-    """Formerly a thread renewed for a paused engine, so P, which pauses next, waited for ever."""
+    """A paused engine would hold the blocks of a P, which pauses next, for ever."""
     wait_until_p_has_its_blocks(pair[0], looks, clock)
 
 

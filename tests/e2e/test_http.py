@@ -148,7 +148,7 @@ ZONES = {"p": "Etc/GMT+12", "d": "Etc/GMT-14"}  # the dates of these two always 
 
 
 def test_a_template_that_writes_the_date(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """Two engines render two prompts. Formerly each chat was HTTP 500; now D gets the prompt that P has rendered."""
+    """Two engines would render two prompts: D gets the one that P has rendered."""
     served = with_tokenizer(model("llama"), tmp_path / "model")
     (served / "chat_template.jinja").write_text(DATED)
     settings = kvhma("llama") | {"skip_tokenizer_init": False}

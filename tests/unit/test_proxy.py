@@ -299,7 +299,7 @@ PICTURE = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "
 )
 @pytest.mark.parametrize("more", [{}, {"stream": True, "n": 2, "tools": [{}]}])
 def test_a_chat_of_text_is_rendered_once(messages, is_text, more):
-    """Formerly both engines rendered a template with a date: another prompt at midnight. Ids have no pictures."""
+    """Of a template with a date two engines would make two prompts at midnight. Ids have no pictures."""
 
     async def test():
         async with Fleet() as fleet:
