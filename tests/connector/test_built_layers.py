@@ -205,7 +205,7 @@ def test_a_draft_model_that_an_object_of_vllm_holds(monkeypatch):
 
 def test_a_model_that_no_caller_holds():
     with pytest.raises(UnsupportedPairError, match="no caller of register_kv_caches holds Module, a cached layer"):
-        read_model(torch.nn.ModuleList([Layer()]), torch.nn.Linear(1, 1), torch.nn.Module())
+        read_model(torch.nn.ModuleList([Layer()]), torch.nn.Module(), torch.nn.Module())
 
 
 def test_layers_of_one_side_only_are_not_compared():
