@@ -29,7 +29,7 @@ def built_layers(names: Iterable[str], context: Mapping[str, Any], settings: Col
         UnsupportedPairError: no caller holds the model with these layers, so this version of vLLM cannot be used.
     """
     cached = {name: context[name] for name in names if isinstance(context.get(name), torch.nn.Module)}
-    parents = _parents(cached.values()) if cached else {}
+    parents = _parents(cached.values())
     kinds: list[BuiltLayer] = []
     layers: dict[str, int] = {}
     read: dict[torch.nn.Module, BuiltLayer] = {}
@@ -110,7 +110,7 @@ def _read(block: torch.nn.Module, around: Iterable[torch.nn.Module], settings: C
 
 
 def _values(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the numbers, switches and names that a module has, with those of its attention kernel."""
+    """Yield the attributes of a module, the numbers of its attention kernel, and derived tensors of one element."""
     yield from ((name, value) for name, value in vars(module).items() if not name.startswith("_"))
     for name in ("_k_scale_float", "_v_scale_float"):
         yield name, getattr(module, name, None)

@@ -121,8 +121,9 @@ def check_same_model(local: ModelIdentity, remote: ModelIdentity) -> None:
 
 def _check_same_weights(name: str, local: str | None, remote: str | None, *, other_format: bool) -> None:
     """Compare the levels that both sides have. With `other_format` the tensors may have other names and shapes."""
-    levels = zip(*map(_levels, (local or "", remote or "")), strict=False)
-    for samples, (on_local, on_remote) in zip(LEVELS, levels, strict=False):
+    local, remote = local or "", remote or ""
+    for samples, at in zip(LEVELS, range(0, min(len(local), len(remote)), DIGEST_CHARS), strict=False):
+        on_local, on_remote = local[at : at + DIGEST_CHARS], remote[at : at + DIGEST_CHARS]
         if on_local == on_remote:
             continue
         if not samples and other_format:
@@ -135,10 +136,6 @@ def _check_same_weights(name: str, local: str | None, remote: str | None, *, oth
             f"{name} of the model are {on_local} here, {on_remote} at the prefill engine: {found}. "
             f"Its caches hold other values{hint}"
         )
-
-
-def _levels(digests: str) -> list[str]:
-    return [digests[at : at + DIGEST_CHARS] for at in range(0, len(digests), DIGEST_CHARS)]
 
 
 def _quoted(value: str | None) -> str:

@@ -24,7 +24,7 @@ Some platforms round a table to bfloat16, others do not. Then entries differ by 
 """
 
 Field = Annotated[str, msgspec.Meta(max_length=256)]
-Scalar = bool | float | Annotated[str, msgspec.Meta(max_length=64)] | None
+Scalar = bool | float | Annotated[str, msgspec.Meta(max_length=64)]
 Row = Annotated[list[float], msgspec.Meta(max_length=COLUMNS)]
 
 
@@ -32,7 +32,7 @@ class BuiltLayer(msgspec.Struct, frozen=True):
     """Values of a layer, by the path of their field.
 
     Attributes:
-        scalars: numbers, and switches and names of the configuration.
+        scalars: numbers, also ``"inf"`` and ``"nan"``, and switches.
         tables: position tables, as their rows at some positions; a short table has fewer rows.
     """
 
