@@ -756,10 +756,11 @@ def test_leases_are_renewed_whether_or_not_the_engine_was_let_go(world):
 # --- whose memory it is; tests/attacks/test_memory_binding.py has attacks ---------------------------------------------
 
 
-def test_a_handshake_reads_twice_from_each_worker(world):
-    """The lease board, which shows whose memory it is, and a few bytes of the caches. Both were read before, too."""
+def test_a_handshake_reads_three_times_from_each_worker(world):
+    """The lease board, which shows whose memory it is, and a few bytes of the caches. The second read of these shows
+    whether they come over TCP."""
     world.acquire(world.prefill(*world.workers()))
-    assert world.net.agents["D"].calls["transfer"] == 4
+    assert world.net.agents["D"].calls["transfer"] == 6
 
 
 def test_one_worker_whose_memory_is_another_workers_is_enough(world):

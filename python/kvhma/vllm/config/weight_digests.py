@@ -54,10 +54,6 @@ _THREADS = 32
 """Reads at a time: a network file system takes milliseconds for each."""
 
 
-class WeightsError(Exception):
-    """The files have no digest; the text says why."""
-
-
 class Tensor(NamedTuple):
     """A tensor in a file.
 
@@ -84,7 +80,7 @@ def digest_files(paths: Sequence[str | Path], deadline: float) -> WeightDigests:
         deadline: on the clock of ``time.monotonic``. Levels that are not complete then are left out.
 
     Raises:
-        WeightsError: the headers say nothing, disagree, or could not be read in time; a file is cut.
+        ValueError: the headers say nothing, disagree, or could not be read in time; a file is cut.
         OSError: of a file.
     """
     stopped = threading.Event()
@@ -92,7 +88,7 @@ def digest_files(paths: Sequence[str | Path], deadline: float) -> WeightDigests:
     try:
         headers = [pool.submit(_read_header, Path(path)) for path in paths]
         if not _wait_all(headers, deadline):
-            raise WeightsError(f"the headers of {len(paths)} files could not be read in time")
+            raise ValueError(f"the headers of {len(paths)} files could not be read in time")
         tensors = sorted((tensor for header in headers for tensor in header.result()), key=lambda tensor: tensor.name)
         digest = _digest_header(tensors)
         samples = choose_samples(tensors, digest.digest())
@@ -118,10 +114,10 @@ def _wait_all(futures: Sequence[Future[Any]], deadline: float) -> bool:
 
 def _digest_header(tensors: Sequence[Tensor]) -> Any:
     if not tensors:
-        raise WeightsError("no file has a tensor")
+        raise ValueError("no file has a tensor")
     for tensor, following in pairwise(tensors):
         if tensor.name == following.name:
-            raise WeightsError(f"tensor {tensor.name[:300]!r} is in the files twice")
+            raise ValueError(f"tensor {tensor.name[:300]!r} is in the files twice")
     lines = (f"{tensor.name!r} {tensor.dtype} {tensor.shape}\n" for tensor in tensors)
     return hashlib.blake2b("".join(lines).encode("utf-8", "surrogatepass"), digest_size=DIGEST_CHARS // 2)
 
@@ -200,18 +196,18 @@ class _File:
         """Return the bytes `first` to `last`, counted from `start`."""
         data = os.pread(self._descriptor, last - first, start + first)
         if len(data) != last - first:
-            raise WeightsError(f"{self._path} ends within a tensor")
+            raise ValueError(f"{self._path} ends within a tensor")
         return data
 
 
 def _read_safetensors(path: Path) -> Iterator[Tensor]:
     file = _File(path)
     if file.nbytes < 8:
-        raise WeightsError(f"{path} has {file.nbytes} bytes, expected a header")
+        raise ValueError(f"{path} has {file.nbytes} bytes, expected a header")
     nbytes = int.from_bytes(file.read(0, 0, 8), "little")
     start = 8 + nbytes
     if nbytes > _MAX_HEADER_BYTES or start > file.nbytes:
-        raise WeightsError(f"{path} has {file.nbytes} bytes, and a header of {nbytes}")
+        raise ValueError(f"{path} has {file.nbytes} bytes, and a header of {nbytes}")
     entries = _decode(path, file.read(8, 0, nbytes), dict[str, msgspec.Raw])
     for name, raw in entries.items():
         if name == "__metadata__":
@@ -219,7 +215,7 @@ def _read_safetensors(path: Path) -> Iterator[Tensor]:
         entry = _decode(path, raw, _Entry)
         first, last = entry.data_offsets
         if not first <= last <= file.nbytes - start:
-            raise WeightsError(f"{path} has {file.nbytes} bytes, and a tensor that ends at byte {start + last}")
+            raise ValueError(f"{path} has {file.nbytes} bytes, and a tensor that ends at byte {start + last}")
         yield Tensor(name, entry.dtype, tuple(entry.shape), last - first, partial(file.read, start + first))
 
 
@@ -227,7 +223,7 @@ def _decode(path: Path, data: bytes | msgspec.Raw, kind: Any) -> Any:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WeightsError(f"the header of {path} is not that of safetensors: {error}") from None
+        raise ValueError(f"the header of {path} is not that of safetensors: {error}") from None
 
 
 # --- PyTorch ---------------------------------------------------------------------------------------------------------
@@ -238,7 +234,7 @@ def _read_torch(path: Path) -> Iterator[Tensor]:
 
     with path.open("rb") as file:
         if file.read(2) != b"PK":
-            raise WeightsError(f"{path} is in PyTorch's old format, of which nothing can be read alone")
+            raise ValueError(f"{path} is in PyTorch's old format, of which nothing can be read alone")
     for name, tensor in torch.load(path, map_location="cpu", mmap=True, weights_only=True).items():
         if isinstance(tensor, torch.Tensor):
             read = partial(_read_elements, tensor)

@@ -14,12 +14,12 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import get_model_cls
 
 from kvhma.text import one_line
-from kvhma.vllm.config.weight_digests import WeightDigests, WeightsError, digest_files
+from kvhma.vllm.config.weight_digests import WeightDigests, digest_files
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.kvhma")
 
 
 def digest_weights(model: ModelConfig, load: LoadConfig, revision: str | None, deadline: float) -> WeightDigests | None:
@@ -51,12 +51,12 @@ def find_weight_files(model: ModelConfig, load: LoadConfig, revision: str | None
     """Return the files that vLLM reads for a model.
 
     Raises:
-        WeightsError: vLLM reads no files of tensors, or makes its weights up.
+        ValueError: vLLM reads no files of tensors, or makes its weights up.
         Exception: of vLLM or the hub: the files are not where vLLM looks for them.
     """
     loader = _LOAD_FORMAT_TO_MODEL_LOADER.get(load.load_format)
     if loader is None or not issubclass(loader, DefaultModelLoader):
-        raise WeightsError(f"load_format is {load.load_format}, which reads no files of tensors")
+        raise ValueError(f"load_format is {load.load_format}, which reads no files of tensors")
     folder = model.model
     if not Path(folder).is_dir():
         folder = snapshot_download(folder, revision=revision, cache_dir=load.download_dir, local_files_only=True)

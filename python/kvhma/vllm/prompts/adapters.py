@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvhma.text import one_line
-from kvhma.vllm.config.weight_digests import DIGEST_CHARS, LEVELS, SECONDS, WeightsError, digest_files
+from kvhma.vllm.config.weight_digests import DIGEST_CHARS, LEVELS, SECONDS, digest_files
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("vllm.kvhma")
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
@@ -94,7 +94,7 @@ def _digest(folder: Path) -> str:
     """Return a digest of an adapter's settings and weights.
 
     Raises:
-        WeightsError: it has none, or they could not be read in time.
+        ValueError: it has none, or they could not be read in time.
         OSError: of a file.
     """
     deadline = time.monotonic() + SECONDS
@@ -102,8 +102,8 @@ def _digest(folder: Path) -> str:
         config = file.read(_MAX_CONFIG_BYTES + 1)
     weights = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
     if weights is None or len(config) > _MAX_CONFIG_BYTES:
-        raise WeightsError(f"{folder} has no {_WEIGHTS[0]}, or {_CONFIG} has more than {_MAX_CONFIG_BYTES} bytes")
+        raise ValueError(f"{folder} has no {_WEIGHTS[0]}, or {_CONFIG} has more than {_MAX_CONFIG_BYTES} bytes")
     digests = digest_files([weights], deadline)
     if len(digests) < DIGEST_CHARS * len(LEVELS):
-        raise WeightsError(f"{weights} could not be read in {SECONDS:.0f} s")
+        raise ValueError(f"{weights} could not be read in {SECONDS:.0f} s")
     return hashlib.blake2b(digests.encode() + config, digest_size=16).hexdigest()
