@@ -142,6 +142,18 @@ def test_the_bound_holds_and_pieces_overlap_in_order(seed):
     assert world.nixl.released_in_flight == 0
 
 
+@pytest.mark.parametrize("nbytes", [WINDOW, 4 * WINDOW], ids=["posted whole", "with pieces left"])
+def test_a_later_read_may_be_waited_for_first(nbytes):
+    """Nobody polls the read before it, which has all the room, and the turn."""
+    world = World()
+    first = world.read([(0, nbytes)], [(0, nbytes)])
+    later = world.read([(nbytes, nbytes)], [(nbytes, nbytes)])
+    assert later.wait(10.0)
+    assert first.wait(10.0)
+    assert (world.target[: 2 * nbytes] == world.sources["P"][: 2 * nbytes]).all()
+    assert world.nixl.most["P"] <= WINDOW
+
+
 def test_less_is_asked_for_while_pieces_take_long(monkeypatch):
     monkeypatch.setattr(window, "LEAST_WINDOW_BYTES", 2 * PIECE)
     room, read = ReadWindow(), object()

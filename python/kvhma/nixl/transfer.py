@@ -122,6 +122,9 @@ class TransferHandle:
                 return False
             time.sleep(min(sleep, left))
             sleep = min(sleep * 2 + 1e-5, _LONGEST_SLEEP)
+            if self._unposted:  # the caller may poll the reads that have the room only after this one
+                for other in self._owner.running(self.peer):
+                    other.drive()
         return True
 
     def abort(self) -> bool:
