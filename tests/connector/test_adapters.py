@@ -4,6 +4,7 @@
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,8 +12,10 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 
 import torch
 from safetensors.torch import load_file
+from vllm.config import LoRAConfig
 from vllm.lora.request import LoRARequest
 
+from kvhma.vllm.config.engine_config import applies_adapters
 from kvhma.vllm.prompts import adapters as module
 from kvhma.vllm.prompts import prompt_digests
 from kvhma.vllm.prompts.adapters import Adapters
@@ -131,3 +134,22 @@ def test_a_thread_reads_what_is_new(tmp_path, monkeypatch):
     assert prompts.take_digest(asked, 40) != first
     assert prompts.make_prefix_digests(asked, [40]) != PromptDigests().make_prefix_digests(asked, [40])
     prompts.close()
+
+
+@pytest.mark.parametrize("change", [{"target_modules": ["q_proj"]}, {"lora_dtype": "float16"}], ids=str)
+def test_settings_that_leave_out_a_part_of_an_adapter(tmp_path, change):
+    """vLLM applies an adapter only to the modules that its engine names."""
+    folder = write(tmp_path / "a")
+
+    def digest(**settings):
+        config = SimpleNamespace(lora_config=LoRAConfig(**settings))
+        prompts, asked = PromptDigests(applies_adapters(config)), request(tokens=40)
+        base = prompts.make_digest(asked, 40)
+        asked.lora_request = lora(folder)
+        found = prompts.make_digest(asked, 40)
+        prompts.close()
+        return base, found
+
+    (plain, full), (same, part) = digest(), digest(**change)
+    assert plain == same
+    assert full == digest(max_loras=3)[1] != part

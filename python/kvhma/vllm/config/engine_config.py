@@ -302,7 +302,17 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
         positions_depend_on_items=config.model_config.uses_mrope,
         may_wait=may_wait(config),
         step_timeout=vllm.envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
+        applies_adapters=applies_adapters(config),
     )
+
+
+def applies_adapters(config: VllmConfig) -> str:
+    """Return the settings that decide to which modules vLLM applies an adapter, and in which dtype, as JSON."""
+    lora = config.lora_config
+    if lora is None:
+        return ""
+    targets = getattr(lora, "target_modules", None)
+    return _json([targets and sorted(targets), lora.lora_dtype, lora.enable_tower_connector_lora])
 
 
 def _check_sharded(cp_size: int, specs: Sequence[KVCacheSpec]) -> None:

@@ -38,6 +38,7 @@ class EngineFacts:
         may_wait: whether a step with nothing to compute may wait without delaying other engines or stages.
         step_timeout: seconds after which vLLM takes a step for hung.
         bind: where its listener binds; None for `address`.
+        applies_adapters: settings that decide to which modules vLLM applies an adapter, as JSON.
     """
 
     engine_id: str
@@ -61,6 +62,7 @@ class EngineFacts:
     may_wait: bool = True
     step_timeout: float = 300.0
     bind: Address | None = None
+    applies_adapters: str = ""
 
     def is_own(self, address: Address) -> bool:
         """Return whether an address leads, from this host, obviously to this engine's own listener."""

@@ -55,7 +55,7 @@ class SchedulerContext:
     def __post_init__(self) -> None:
         """Start without threads."""
         self.sources = self.settings.sources(has_secret=self.secrets.enabled)
-        self.prompts = PromptDigests()
+        self.prompts = PromptDigests(self.engine.applies_adapters)
         self.peers = Peers(self.settings.handshake_timeout, self.secrets, self.stats, self.sources)
 
     def transfer_tables(self, tables: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -27,9 +27,10 @@ class _Begun(NamedTuple):
 class PromptDigests:
     """Makes the digests of :mod:`kvhma.vllm.prompts.prompt`, with the adapters that this engine has seen."""
 
-    def __init__(self) -> None:
-        """Start without a thread."""
+    def __init__(self, applies_adapters: str = "") -> None:
+        """Start without a thread; `applies_adapters` is as in :class:`kvhma.vllm.config.engine_facts.EngineFacts`."""
         self._adapters = Adapters()
+        self._applies_adapters = applies_adapters
         self._begun: dict[str, _Begun] = {}
         self._thread = ThreadPoolExecutor(1, "kvhma-digests")
 
@@ -86,4 +87,5 @@ class PromptDigests:
         return prefix_digests(request, counts, self._identify_adapter(request))
 
     def _identify_adapter(self, request: Request) -> str | None:
-        return None if request.lora_request is None else self._adapters.identify(request.lora_request)
+        lora = request.lora_request
+        return None if lora is None else f"{self._adapters.identify(lora)} {self._applies_adapters}"
