@@ -17,6 +17,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from kvhma.errors import HandshakeError, UnsupportedPairError
+from kvhma.nixl.handshake import MAX_EXTRA_BYTES
 from kvhma.vllm.caches.module_values import built_layers
 from kvhma.vllm.config.identity import check_same_model, decode_extra, encode_extra
 from kvhma.vllm.wire.built_layers import POSITIONS, BuiltLayer, BuiltLayers
@@ -182,6 +183,31 @@ def test_which_numbers_and_switches_count():
     ):
         found = plain.difference(read_one(table, **(base | changed)))
         assert found == (None if seen is None else f"layer 0: {seen}")
+
+
+def with_table(rows: torch.Tensor) -> torch.nn.Module:
+    table = torch.nn.Module()
+    table.register_buffer("rows", rows, persistent=False)
+    return table
+
+
+def test_a_mask_arrives_at_a_peer():
+    """A table may hold infinity, which JSON has not."""
+    mask = read_one(with_table(torch.full((8, 8), -math.inf).triu(1)))
+    identity = msgspec.structs.replace(IDENTITY, layers=mask)
+    assert decode_extra(encode_extra(identity, vllm="0.32.0")).model == identity
+    assert mask.difference(read_one(with_table(torch.zeros(8, 8)))) is not None
+
+
+def test_a_large_model_whose_layers_all_have_scales_of_their_own_has_room():
+    """As a file with a scale of each layer's 8-bit cache has: each layer is another kind, with its tables."""
+    table = with_table(torch.rand(1 << 17, 8))
+    layers = [Layer(rotary_emb=table) for _ in range(126)]
+    for index, layer in enumerate(layers):
+        layer.attn._k_scale_float = layer.attn._v_scale_float = math.pi / (index + 1)
+    found = read_model(torch.nn.ModuleList(layers), *(layer.attn for layer in layers))
+    assert len(found.kinds) == 126
+    assert len(encode_extra(msgspec.structs.replace(IDENTITY, layers=found), vllm="0.32.0")) <= MAX_EXTRA_BYTES
 
 
 def test_what_vllm_derives_from_a_ranks_weights_does_not_count():

@@ -91,6 +91,15 @@ def test_fields_of_the_models_own_file(tmp_path):
     check_same_model(plain, later)
 
 
+def test_a_map_of_modules_is_one_field(tmp_path):
+    """As files quantized with other bits in some modules have."""
+    bits = {f"model.layers.{index}.mlp.gate": {"bits": 16} for index in range(3000)}
+    found = identity(folder(tmp_path / "m", extra_config=bits))
+    assert decode_extra(encode_extra(found, vllm="0.32.0")).model == found
+    other = identity(folder(tmp_path / "m", extra_config=bits | {"lm_head": {"bits": 8}}))
+    assert differing(found, other) == {"config"}
+
+
 def test_two_models_of_one_shape(tmp_path):
     one, other = (identity(folder(tmp_path / name)) for name in ("base", "fine-tune"))
     assert differing(one, other) == {"model"}

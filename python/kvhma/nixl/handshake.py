@@ -38,7 +38,7 @@ WARM_UP = b"kvhma:warm-up"
 MAX_NAME_BYTES = 256
 MAX_METADATA_BYTES = 16 << 20
 MAX_GEOMETRY_BYTES = 16 << 20
-MAX_EXTRA_BYTES = 64 << 10
+MAX_EXTRA_BYTES = 512 << 10
 KEY_BYTES = 32
 """Bytes of a public key (Ed25519)."""
 

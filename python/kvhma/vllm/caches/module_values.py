@@ -140,5 +140,5 @@ def _tables(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _rows(table: torch.Tensor) -> list[Row]:
     positions = [position for position in POSITIONS if position < len(table)]
     columns = sorted({index * (table.shape[1] - 1) // (COLUMNS - 1) for index in range(COLUMNS)})
-    found = table[positions][:, columns].double().cpu()
+    found = table[positions][:, columns].double().nan_to_num(0.0, 1e30, -1e30).cpu()  # JSON has no infinity
     return [[float(f"{entry:.5g}") for entry in row] for row in found.tolist()]

@@ -411,7 +411,8 @@ def _fields(settings: Mapping[str, Any], left_out: Collection[str], path: str = 
     for name, value in settings.items():
         if name in left_out:
             continue
-        if isinstance(value, dict) and name.endswith("_config"):
+        # An object with other names is a map, such as that of a model's modules: one field, however many it has.
+        if isinstance(value, dict) and name.endswith("_config") and all(str(key).isidentifier() for key in value):
             yield from _fields(value, left_out, f"{path}{name}.")
         elif value is not None:
             yield f"{path}{name}"[:256], _json(value)
