@@ -87,8 +87,26 @@ def test_fields_of_the_models_own_file(tmp_path):
     with pytest.raises(UnsupportedPairError, match=r"^rope_parameters in .* is .*default.* here"):
         check_same_model(plain, edited)
     assert differing(edited, given) == set(), "however it is said"
-    later = msgspec.structs.replace(plain, config=plain.config | {"a_field_of_later_transformers": "1"})
-    check_same_model(plain, later)
+
+
+@pytest.mark.parametrize(
+    "overrides", [{"clip_qkv": 8.0}, {"rope_is_neox_style": False}, {"architectures": ["GemmaForCausalLM"]}], ids=str
+)
+def test_a_field_that_only_one_side_sets(tmp_path, overrides):
+    """vLLM's models read fields that their configuration need not have."""
+    plain = identity(folder(tmp_path / "m", clip_qkv=None))
+    given = identity(tmp_path / "m", hf_overrides=overrides)
+    for pair in ((plain, given), (given, plain)):
+        with pytest.raises(UnsupportedPairError, match=f"^{next(iter(overrides))} in the model's configuration is "):
+            check_same_model(*pair)
+
+
+def test_fields_of_one_side_of_other_software_or_another_format(tmp_path):
+    plain = identity(folder(tmp_path / "m"))
+    more = msgspec.structs.replace(plain, config=plain.config | {"a_field_of_later_transformers": "1"})
+    check_same_model(plain, msgspec.structs.replace(more, versions="later"))
+    named = [msgspec.structs.replace(one, model_id="mine") for one in (plain, more)]
+    check_same_model(*(msgspec.structs.replace(one, weights=of * 16) for one, of in zip(named, "ab", strict=True)))
 
 
 def test_a_map_of_modules_is_one_field(tmp_path):

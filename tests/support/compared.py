@@ -47,7 +47,7 @@ FACTS = (
         CONFIG,
         "field by field, but for lengths and ids of special tokens",
         "tests/connector/test_identity.py::test_fields_of_the_models_own_file",
-        "config",
+        "config versions",
     ),
     Fact(
         BUILT,

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import transformers
 import vllm
 import vllm.envs
-from transformers import PretrainedConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.model_executor.model_loader.utils import get_draft_load_config
 from vllm.platforms import current_platform
@@ -61,6 +61,9 @@ _NOT_COMPARED = frozenset(
     | {"initializer_range", "use_cache", "auto_map", "tokenizer_class"}
 )
 """Fields of a model's configuration that change no value in a cache. Tables of other lengths are compared."""
+
+_COMMON = transformers.PretrainedConfig().to_dict().keys() - {"architectures"}
+"""Fields that transformers adds to the configuration of every model. Of them only the architecture is the model's."""
 
 _MAX_TEXT = 1000
 
@@ -379,7 +382,8 @@ def identity_of(config: VllmConfig, settings: Settings, layers: Iterable[str] = 
         cache_dtype=dtype if cache_dtype == "auto" else str(cache_dtype),
         overrides=_json(_overrides(config)),
         draft=None if draft is None else _drafts(draft, config.speculative_config),
-        config=dict(_fields(model.hf_config.to_dict(), _NOT_COMPARED | PretrainedConfig().to_dict().keys())),
+        config=dict(_fields(model.hf_config.to_dict(), _NOT_COMPARED | _COMMON)),
+        versions=f"vLLM {vllm.__version__}, transformers {transformers.__version__}",
         layers=built,
         weights=_digest(model, config.load_config, deadline),
         draft_weights=None if draft is None else _digest(draft, get_draft_load_config(config), deadline),

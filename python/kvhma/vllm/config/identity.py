@@ -30,6 +30,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
         quantization: of its weights; None without quantization.
         cache_dtype: of its attention caches.
         config: fields of its configuration, those of objects in it with a dot, and their values.
+        versions: of the software that read the configuration: another version has other fields.
         layers: what it does to caches besides its weights, as it was built.
         overrides: settings of vLLM that change what it computes, as JSON.
         draft: a draft model with separate weights, and how it drafts; None without one.
@@ -46,6 +47,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     overrides: Text
     draft: Text | None
     config: Annotated[dict[Field, Text], msgspec.Meta(max_length=2048)] = {}
+    versions: Text = ""
     layers: BuiltLayers = BuiltLayers()
     weights: WeightDigests | None = None
     draft_weights: WeightDigests | None = None
@@ -108,15 +110,24 @@ def check_same_model(local: ModelIdentity, remote: ModelIdentity) -> None:
             )
     if (found := local.layers.difference(remote.layers)) is not None:
         raise UnsupportedPairError(f"{found}: its caches hold other values")
-    # Another version of transformers has other fields.
-    for name in sorted(local.config.keys() & remote.config.keys()):
-        if local.config[name] != remote.config[name]:
-            raise UnsupportedPairError(
-                f"{name} in the model's configuration is {_quoted(local.config[name])} here, "
-                f"{_quoted(remote.config[name])} at the prefill engine: its caches hold other values"
-            )
+    _check_same_config(local, remote)
     for name in ("weights", "draft_weights"):
         _check_same_weights(name, getattr(local, name), getattr(remote, name), other_format=both_say)
+
+
+def _check_same_config(local: ModelIdentity, remote: ModelIdentity) -> None:
+    """Compare the fields that both sides have; those of one side too, if equal software has read equal files."""
+    headers = [(one.weights or "")[:DIGEST_CHARS] for one in (local, remote)]
+    names = local.config.keys() & remote.config.keys()
+    if local.versions == remote.versions and headers[0] == headers[1]:
+        names = local.config.keys() | remote.config.keys()
+    for name in sorted(names):
+        on_local, on_remote = local.config.get(name), remote.config.get(name)
+        if on_local != on_remote:
+            raise UnsupportedPairError(
+                f"{name} in the model's configuration is {_quoted(on_local)} here, "
+                f"{_quoted(on_remote)} at the prefill engine: its caches hold other values"
+            )
 
 
 def _check_same_weights(name: str, local: str | None, remote: str | None, *, other_format: bool) -> None:
