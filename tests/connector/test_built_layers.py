@@ -144,6 +144,18 @@ def test_a_table_that_one_platform_rounds():
     assert found[0].difference(found[2]) is not None
 
 
+def test_tables_beside_the_layers():
+    """vLLM's backend for models of transformers keeps one rotary module for all layers."""
+    long = LLAMA | rope(
+        rope_type="longrope", original_max_position_embeddings=64, short_factor=[1.0] * 16, long_factor=[4.0] * 16
+    )
+    here, there = (
+        built(long | {"max_position_embeddings": length}, model_impl="transformers", max_model_len=64).layers
+        for length in (128, 4096)
+    )
+    assert "LlamaModel.rotary_emb.attention_scaling is 1.0801" in (here.difference(there) or "")
+
+
 class Layer(torch.nn.Module):
     """A decoder layer with a cached layer, as a model has it."""
 
