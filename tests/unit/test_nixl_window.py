@@ -144,7 +144,7 @@ def test_the_bound_holds_and_pieces_overlap_in_order(seed):
 
 @pytest.mark.parametrize("nbytes", [WINDOW, 4 * WINDOW], ids=["posted whole", "with pieces left"])
 def test_a_later_read_may_be_waited_for_first(nbytes):
-    """Nobody polls the read before it, which has all the room, and the turn."""
+    """The read before it, which has all the room and the turn, is not polled."""
     world = World()
     first = world.read([(0, nbytes)], [(0, nbytes)])
     later = world.read([(nbytes, nbytes)], [(nbytes, nbytes)])

@@ -123,8 +123,8 @@ class TransferHandle:
             time.sleep(min(sleep, left))
             sleep = min(sleep * 2 + 1e-5, _LONGEST_SLEEP)
             if self._unposted:  # the caller may poll the reads that have the room only after this one
-                for other in self._owner.running(self.peer):
-                    other.drive()
+                for running in self._owner.running(self.peer):
+                    running.drive()
         return True
 
     def abort(self) -> bool:

@@ -104,10 +104,10 @@ def _read(block: torch.nn.Module, around: Iterable[torch.nn.Module], settings: C
                 scalars[f"{path}.{name}"] = value if math.isfinite(value) else str(value)
     for module in around:  # scales of embeddings; tables that all layers share, in modules without weights
         beside = {name: child for name, child in module.named_children() if next(child.parameters(), None) is None}
-        for path, one in {"": module, **beside}.items():
+        for path, source in {"": module, **beside}.items():
             prefix = ".".join(filter(None, (type(module).__name__, path)))
-            tables |= {f"{prefix}.{name}": _rows(table) for name, table in _tables(one)}
-            for name, value in _values(one):
+            tables |= {f"{prefix}.{name}": _rows(table) for name, table in _tables(source)}
+            for name, value in _values(source):
                 if isinstance(value, float):
                     scalars[f"{prefix}.{name}"] = value if math.isfinite(value) else str(value)
     return BuiltLayer(scalars, tables)

@@ -117,7 +117,7 @@ def check_same_model(local: ModelIdentity, remote: ModelIdentity) -> None:
 
 def _check_same_config(local: ModelIdentity, remote: ModelIdentity) -> None:
     """Compare the fields that both sides have; those of one side too, if equal software has read equal files."""
-    headers = [(one.weights or "")[:DIGEST_CHARS] for one in (local, remote)]
+    headers = [(side.weights or "")[:DIGEST_CHARS] for side in (local, remote)]
     names = local.config.keys() & remote.config.keys()
     if local.versions == remote.versions and headers[0] == headers[1]:
         names = local.config.keys() | remote.config.keys()
