@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Digests of weights: which change of the files they show, and what they read for it."""
 
+import gc
 import json
 import os
 import struct
@@ -15,6 +16,7 @@ import pytest
 
 from kvhma.vllm.config import weight_digests
 from kvhma.vllm.config.weight_digests import DIGEST_CHARS, LEVELS, PAGE_BYTES, digest_files
+from support.waiting import until
 from support.weights import write_tensors
 
 GB = 10**9
@@ -253,3 +255,20 @@ def test_files_are_closed(tmp_path):
     digest(tmp_path / "a.safetensors")
     opened = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     assert not [name for name in opened if str(tmp_path) in name]
+
+
+def test_a_file_that_is_refused_is_closed_at_once(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"\xff" * 100)
+
+    def is_open():
+        files = Path("/proc/self/fd").iterdir()
+        return any(file.exists() and file.samefile(path) for file in files)
+
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="a header of"):
+            digest(path)
+        until(lambda: not is_open())
+    finally:
+        gc.enable()

@@ -85,8 +85,10 @@ def digest_files(paths: Sequence[str | Path], deadline: float) -> WeightDigests:
     """
     stopped = threading.Event()
     pool = ThreadPoolExecutor(_THREADS, "kvhma-weights")
+    headers: list[Future[list[Tensor]]] = []
+    reads: list[Future[list[bytes]]] = []
     try:
-        headers = [pool.submit(_read_header, Path(path)) for path in paths]
+        headers += [pool.submit(_read_header, Path(path)) for path in paths]
         if not _wait_all(headers, deadline):
             raise ValueError(f"the headers of {len(paths)} files could not be read in time")
         tensors = sorted((tensor for header in headers for tensor in header.result()), key=lambda tensor: tensor.name)
@@ -95,13 +97,18 @@ def digest_files(paths: Sequence[str | Path], deadline: float) -> WeightDigests:
         found = [digest.hexdigest()]
         for first, last in pairwise(LEVELS):
             part = samples[first:last]
-            reads = [pool.submit(_digest_samples, part[index::_THREADS], stopped) for index in range(_THREADS)]
+            reads[:] = [pool.submit(_digest_samples, part[index::_THREADS], stopped) for index in range(_THREADS)]
             if not _wait_all(reads, deadline):
                 break
             for index in range(len(part)):
                 digest.update(reads[index % _THREADS].result()[index // _THREADS])
             found.append(digest.hexdigest())
         return "".join(found)
+    except Exception as error:
+        # A future holds the error, whose frames hold the files: Python would close them only when it collects garbage.
+        headers.clear()
+        reads.clear()
+        raise error.with_traceback(None) from None
     finally:
         stopped.set()
         pool.shutdown(wait=False, cancel_futures=True)
