@@ -271,12 +271,14 @@ def test_what_an_engine_adds_to_its_hello():
         overrides="{}",
         draft=None,
         config={"hidden_act": '"silu"'},
+        versions="vllm 0.32.0, transformers 5.19.0",
         layers=BuiltLayers([BuiltLayer({"scale": 0.5, "switch": True}, {"table": [[1.0, 0.0]]})], {"layer": 0}),
         weights="0123456789abcdef" * 4,
     )
     recorded = (
         b'{"model":{"model":"m","revision":"r","model_id":null,"dtype":"bfloat16","quantization":null,'
         b'"cache_dtype":"auto","overrides":"{}","draft":null,"config":{"hidden_act":"\\"silu\\""},'
+        b'"versions":"vllm 0.32.0, transformers 5.19.0",'
         b'"layers":{"kinds":[{"scalars":{"scale":0.5,"switch":true},"tables":{"table":[[1.0,0.0]]}}],'
         b'"layers":{"layer":0}},"weights":"0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef",'
         b'"draft_weights":null},"vllm":"0.32.0","kvhma":"0.1.0"}'
