@@ -20,6 +20,7 @@ from connector.test_following import (  # noqa: F401
     p,
     piece_of,
     read,
+    small_pieces,
 )
 from kvhma.vllm.holds.offers import OfferState
 from kvhma.vllm.loads import ticket_follower

@@ -103,7 +103,8 @@ def _read(block: torch.nn.Module, around: Iterable[torch.nn.Module], settings: C
             if counts:
                 scalars[f"{path}.{name}"] = value if math.isfinite(value) else str(value)
     for module in around:  # scales of embeddings; tables that all layers share, in modules without weights
-        beside = {name: child for name, child in module.named_children() if next(child.parameters(), None) is None}
+        children = ((name, child) for name, child in module.named_children() if not name.isdecimal())
+        beside = {name: child for name, child in children if next(child.parameters(), None) is None}
         for path, source in {"": module, **beside}.items():
             prefix = ".".join(filter(None, (type(module).__name__, path)))
             tables |= {f"{prefix}.{name}": _rows(table) for name, table in _tables(source)}
