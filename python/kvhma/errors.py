@@ -82,12 +82,6 @@ class UnsupportedPairError(KvhmaError, NotImplementedError):
     axis: str | None = None
 
 
-class NotCountedError(UnsupportedPairError):
-    """It is not known what another connector would move, nor whether it refuses."""
-
-    code = "not-counted"
-
-
 class RequestError(InputError, ValueError):
     """A request does not fit the plan: group count, positions, token count, types."""
 
