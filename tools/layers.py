@@ -45,7 +45,7 @@ PICTURES = {
         device
         wire
         threads
-        counters
+        counters | callers
     """,
     "rust/core/src": """
         lib

@@ -7,12 +7,12 @@ of vLLM in which one of them does not work is refused when the engine starts, or
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kvhma.errors import UnsupportedPairError
+from kvhma.vllm.callers import caller_variables
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -40,19 +40,11 @@ def calling_engine() -> EngineCoreProc | None:
     """
     from vllm.v1.engine.core import EngineCoreProc
 
-    for variables in _callers():
+    for variables in caller_variables():
         owner = variables.get("self")
         if isinstance(owner, EngineCoreProc):
             return owner if all(hasattr(owner, name) for name in _LOOP) else None
     return None
-
-
-def _callers() -> Iterator[dict[str, Any]]:
-    """Return the variables of each function that is being called, the innermost first."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        yield frame.f_locals
-        frame = frame.f_back
 
 
 def wake_up(engine: EngineCoreProc) -> None:
@@ -73,7 +65,7 @@ def reset_connector_first(manager: KVCacheManager, reset: Callable[[], None]) ->
     reset_blocks: Callable[[], bool] = manager.reset_prefix_cache
 
     def reset_both() -> bool:
-        if next((variables[_FLAG] for variables in _callers() if _FLAG in variables), False):
+        if next((variables[_FLAG] for variables in caller_variables() if _FLAG in variables), False):
             reset()
         return reset_blocks()
 

@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from types import FrameType
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cache, partial
 from typing import Any
 
 import torch
 from vllm.model_executor.custom_op import CustomOp
 
 from kvhma.errors import UnsupportedPairError
+from kvhma.vllm.callers import caller_variables
 from kvhma.vllm.wire.built_layers import COLUMNS, POSITIONS, BuiltLayer, BuiltLayers, Row, Scalar
+
+_TablesOf = Callable[[torch.nn.Module], dict[str, list[Row]]]
 
 
 def built_layers(names: Iterable[str], context: Mapping[str, Any], settings: Collection[str]) -> BuiltLayers:
@@ -32,14 +34,20 @@ def built_layers(names: Iterable[str], context: Mapping[str, Any], settings: Col
     parents = _parents(cached.values())
     kinds: list[BuiltLayer] = []
     layers: dict[str, int] = {}
-    read: dict[torch.nn.Module, BuiltLayer] = {}
+    # Layers share the modules around them, and tables.
+    tables_of = cache(_read_tables)
+    beside = cache(partial(_read_beside, tables_of=tables_of))
+    read = cache(partial(_read_block, settings=settings, tables_of=tables_of))
     for name, module in cached.items():
         block, around = _block(module, parents)
-        if block not in read:
-            read[block] = _read(block, around, settings)
-        if read[block] not in kinds:
-            kinds.append(read[block])
-        layers[name] = kinds.index(read[block])
+        parts = [read(block), *map(beside, around)]
+        kind = BuiltLayer(
+            {field: value for part in parts for field, value in part.scalars.items()},
+            {field: table for part in parts for field, table in part.tables.items()},
+        )
+        if kind not in kinds:
+            kinds.append(kind)
+        layers[name] = kinds.index(kind)
     return BuiltLayers(kinds, layers)
 
 
@@ -51,11 +59,11 @@ def _parents(modules: Iterable[torch.nn.Module]) -> dict[torch.nn.Module, tuple[
     """
     wanted = set(modules)
     parents: dict[torch.nn.Module, tuple[torch.nn.Module, str]] = {}
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not wanted <= parents.keys():
-        for root in _held(frame.f_locals.get("self"), depth=3, seen=set()):
+    for variables in caller_variables():
+        if wanted <= parents.keys():
+            break
+        for root in _held(variables.get("self"), depth=3, seen=set()):
             parents |= {child: (parent, name) for parent in root.modules() for name, child in parent.named_children()}
-        frame = frame.f_back
     if missing := wanted - parents.keys():
         raise UnsupportedPairError(
             f"no caller of register_kv_caches holds {type(missing.pop()).__name__}, a cached layer: kvhma cannot read "
@@ -88,30 +96,40 @@ def _block(
     return way[index], way[index + 1 :]
 
 
-def _read(block: torch.nn.Module, around: Iterable[torch.nn.Module], settings: Collection[str]) -> BuiltLayer:
+def _read_block(block: torch.nn.Module, settings: Collection[str], tables_of: _TablesOf) -> BuiltLayer:
+    """Read a decoder layer."""
     scalars: dict[str, Scalar] = {}
     tables: dict[str, list[Row]] = {}
     for path, module in block.named_modules():
-        of_module = {f"{path}.{name}": _rows(table) for name, table in _tables(module)}
-        tables |= of_module
+        own = tables_of(module)
+        tables |= {f"{path}.{name}": rows for name, rows in own.items()}
         for name, value in _values(module):
             if isinstance(value, bool):
                 # A CustomOp has several kernels for the same values, and its switches choose one.
-                counts = name in settings or (bool(of_module) and not isinstance(module, CustomOp))
+                counts = name in settings or (bool(own) and not isinstance(module, CustomOp))
             else:
-                counts = isinstance(value, float) and not of_module
+                counts = isinstance(value, float) and not own
             if counts:
-                scalars[f"{path}.{name}"] = value if math.isfinite(value) else str(value)
-    for module in around:  # scales of embeddings; tables that all layers share, in modules without weights
-        children = ((name, child) for name, child in module.named_children() if not name.isdecimal())
-        beside = {name: child for name, child in children if next(child.parameters(), None) is None}
-        for path, source in {"": module, **beside}.items():
-            prefix = ".".join(filter(None, (type(module).__name__, path)))
-            tables |= {f"{prefix}.{name}": _rows(table) for name, table in _tables(source)}
-            for name, value in _values(source):
-                if isinstance(value, float):
-                    scalars[f"{prefix}.{name}"] = value if math.isfinite(value) else str(value)
+                scalars[f"{path}.{name}"] = _finite(value)
     return BuiltLayer(scalars, tables)
+
+
+def _read_beside(module: torch.nn.Module, tables_of: _TablesOf) -> BuiltLayer:
+    """Read a module around decoder layers: scales of embeddings, and tables of its children without weights."""
+    scalars: dict[str, Scalar] = {}
+    tables: dict[str, list[Row]] = {}
+    children = ((name, child) for name, child in module.named_children() if not name.isdecimal())
+    beside = {name: child for name, child in children if next(child.parameters(), None) is None}
+    for path, source in {"": module, **beside}.items():
+        prefix = ".".join(filter(None, (type(module).__name__, path)))
+        tables |= {f"{prefix}.{name}": rows for name, rows in tables_of(source).items()}
+        scalars |= {f"{prefix}.{name}": _finite(value) for name, value in _values(source) if isinstance(value, float)}
+    return BuiltLayer(scalars, tables)
+
+
+def _finite(value: float) -> float | str:
+    """Return a number as it is, or as a text if JSON has no number for it."""
+    return value if math.isfinite(value) else str(value)
 
 
 def _values(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -136,10 +154,11 @@ def _derived(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
-def _tables(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tables whose rows are positions. Only of modules without weights: others may derive a rank's share."""
-    if next(module.parameters(), None) is None:
-        yield from ((name, table) for name, table in _derived(module) if table.ndim == 2 and len(table) > 1)
+def _read_tables(module: torch.nn.Module) -> dict[str, list[Row]]:
+    """Read tables whose rows are positions. Only of modules without weights: others may derive a rank's share."""
+    if next(module.parameters(), None) is not None:
+        return {}
+    return {name: _rows(table) for name, table in _derived(module) if table.ndim == 2 and len(table) > 1}
 
 
 def _rows(table: torch.Tensor) -> list[Row]:
