@@ -13,18 +13,11 @@ from kvhma.vllm.caches import meta_model
 from kvhma.vllm.config.engine_config import identity_of
 from kvhma.vllm.config.identity import ModelIdentity
 from kvhma.vllm.config.settings import Settings
+from support.engines.tiny import COMMON
 
-TINY: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "bfloat16",
-}
+TINY = COMMON | {"num_hidden_layers": 2, "torch_dtype": "bfloat16"}
+
+meta_model._prepare()  # its process group lasts as long as the process, so that no test leaves it
 
 
 def form(architecture: str, model_type: str, **more: Any) -> dict[str, Any]:
