@@ -224,10 +224,10 @@ def test_the_renewer_begins_again_whatever_is_raised(address, service, monkeypat
     counted = Counted()
     take_message, left = lease_renewer._Session.take_message, [Panic("p"), Panic("q")]
 
-    def panics(self, now):
+    def panics(self, *args):
         if left:
             raise left.pop()
-        return take_message(self, now)
+        return take_message(self, *args)
 
     monkeypatch.setattr(lease_renewer._Session, "take_message", panics)
     with renewing(counted=counted) as renewer:

@@ -82,9 +82,8 @@ class _Session:
         failed: whether the last attempt failed.
     """
 
-    def __init__(self, address: Address, makes_progress: Callable[[float], bool]) -> None:
+    def __init__(self, address: Address) -> None:
         self.address = address
-        self._makes_progress = makes_progress
         self.claims: dict[LeaseClaim, LeaseState | None] = {}
         self.fresh: dict[LeaseClaim, None] = {}
         self.releases: list[_Released] = []
@@ -125,10 +124,10 @@ class _Session:
         if not self.claims:
             self.every = self.renew_at = math.inf
 
-    def take_message(self, now: float) -> _Message | None:
+    def take_message(self, now: float, makes_progress: Callable[[float], bool]) -> _Message | None:
         """Return the next message, which has no reply from now on; None if there is nothing to send."""
         if self.renew_at <= now:
-            if self._makes_progress(self.every):
+            if makes_progress(self.every):
                 self.fresh = dict.fromkeys(self.claims)
             self.renew_at = now + self.every
         if self.fresh:
@@ -220,7 +219,7 @@ class LeaseRenewer:
             )
 
     def _session(self, address: Address) -> _Session:
-        session = self._sessions.setdefault(address, _Session(address, self._makes_progress))
+        session = self._sessions.setdefault(address, _Session(address))
         session.used_at = time.monotonic()
         return session
 
@@ -268,7 +267,7 @@ class LeaseRenewer:
         with self._changed:
             if self._sessions.get(session.address) is not session or session.due_at > time.monotonic():
                 return
-            message = session.take_message(time.monotonic())
+            message = session.take_message(time.monotonic(), self._makes_progress)
             if message is None:
                 if not session.claims:
                     del self._sessions[session.address]
