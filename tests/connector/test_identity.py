@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which model an engine runs, from vLLM's own configuration objects."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -15,25 +14,7 @@ from kvhma.errors import UnsupportedPairError
 from kvhma.vllm.config.engine_config import identity_of
 from kvhma.vllm.config.identity import ModelIdentity, check_same_model, decode_extra, encode_extra
 from kvhma.vllm.config.settings import Settings
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "bfloat16",
-}
-
-
-def folder(where: Path, **more: object) -> Path:
-    where.mkdir(exist_ok=True)
-    (where / "config.json").write_text(json.dumps(LLAMA | more))
-    return where
+from support.identity import model_folder
 
 
 def identity(where: Path, *, settings: dict[str, object] | None = None, cache: str = "auto", **more) -> ModelIdentity:
@@ -47,7 +28,7 @@ def differing(one: ModelIdentity, other: ModelIdentity) -> set[str]:
 
 
 def test_it_goes_through_a_hello(tmp_path):
-    found = identity(folder(tmp_path / "m"), revision="main")
+    found = identity(model_folder(tmp_path / "m"), revision="main")
     assert (found.model, found.revision) == (str(tmp_path / "m"), "main")
     assert (found.dtype, found.cache_dtype, found.quantization) == ("bfloat16", "bfloat16", None)
     assert found.overrides == "{}"
@@ -74,15 +55,15 @@ def test_it_goes_through_a_hello(tmp_path):
     ids=lambda one: ",".join(sorted(one)) or "nothing" if isinstance(one, set) else str(one),
 )
 def test_what_changes_the_values_in_a_cache_changes_the_identity(tmp_path, changes, fields):
-    where = folder(tmp_path / "m")
+    where = model_folder(tmp_path / "m")
     assert differing(identity(where), identity(where, **changes)) == fields
 
 
 def test_fields_of_the_models_own_file(tmp_path):
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 2048}
-    plain = identity(folder(tmp_path / "m"))
-    edited = identity(folder(tmp_path / "m", rope_parameters=rope))
-    given = identity(folder(tmp_path / "m"), hf_overrides={"rope_parameters": rope})
+    plain = identity(model_folder(tmp_path / "m"))
+    edited = identity(model_folder(tmp_path / "m", rope_parameters=rope))
+    given = identity(model_folder(tmp_path / "m"), hf_overrides={"rope_parameters": rope})
     assert differing(plain, edited) == {"config"}
     with pytest.raises(UnsupportedPairError, match=r"^rope_parameters in .* is .*default.* here"):
         check_same_model(plain, edited)
@@ -94,7 +75,7 @@ def test_fields_of_the_models_own_file(tmp_path):
 )
 def test_a_field_that_only_one_side_sets(tmp_path, overrides):
     """vLLM's models read fields that their configuration need not have."""
-    plain = identity(folder(tmp_path / "m", clip_qkv=None))
+    plain = identity(model_folder(tmp_path / "m", clip_qkv=None))
     given = identity(tmp_path / "m", hf_overrides=overrides)
     for pair in ((plain, given), (given, plain)):
         with pytest.raises(UnsupportedPairError, match=f"^{next(iter(overrides))} in the model's configuration is "):
@@ -102,7 +83,7 @@ def test_a_field_that_only_one_side_sets(tmp_path, overrides):
 
 
 def test_fields_of_one_side_of_other_software_or_another_format(tmp_path):
-    plain = identity(folder(tmp_path / "m"))
+    plain = identity(model_folder(tmp_path / "m"))
     more = msgspec.structs.replace(plain, config=plain.config | {"a_field_of_later_transformers": "1"})
     check_same_model(plain, msgspec.structs.replace(more, versions="later"))
     named = [msgspec.structs.replace(one, model_id="mine") for one in (plain, more)]
@@ -112,14 +93,14 @@ def test_fields_of_one_side_of_other_software_or_another_format(tmp_path):
 def test_a_map_of_modules_is_one_field(tmp_path):
     """As files quantized with other bits in some modules have."""
     bits = {f"model.layers.{index}.mlp.gate": {"bits": 16} for index in range(3000)}
-    found = identity(folder(tmp_path / "m", extra_config=bits))
+    found = identity(model_folder(tmp_path / "m", extra_config=bits))
     assert decode_extra(encode_extra(found, vllm="0.32.0")).model == found
-    other = identity(folder(tmp_path / "m", extra_config=bits | {"lm_head": {"bits": 8}}))
+    other = identity(model_folder(tmp_path / "m", extra_config=bits | {"lm_head": {"bits": 8}}))
     assert differing(found, other) == {"config"}
 
 
 def test_two_models_of_one_shape(tmp_path):
-    one, other = (identity(folder(tmp_path / name)) for name in ("base", "fine-tune"))
+    one, other = (identity(model_folder(tmp_path / name)) for name in ("base", "fine-tune"))
     assert differing(one, other) == {"model"}
 
 
@@ -143,7 +124,7 @@ def draft_of(where: Path, draft: Path, **more: object) -> ModelIdentity:
 @pytest.mark.parametrize("change", [{"method": "eagle"}, {"parallel_drafting": True}], ids=str)
 def test_how_a_draft_drafts_is_compared(tmp_path, change):
     """With equal weights it computes its keys from other inputs."""
-    where, draft = folder(tmp_path / "m"), folder(tmp_path / "draft")
+    where, draft = model_folder(tmp_path / "m"), model_folder(tmp_path / "draft")
     one, other = draft_of(where, draft), draft_of(where, draft, **change)
     assert differing(one, draft_of(where, draft)) == set()
     assert differing(one, identity(where)) == {"draft"}
@@ -154,7 +135,7 @@ def test_how_a_draft_drafts_is_compared(tmp_path, change):
 
 
 def test_long_values_are_bounded(tmp_path):
-    where = folder(tmp_path / "m")
+    where = model_folder(tmp_path / "m")
     one, other = (identity(where, hf_overrides={"x": ["y" * 90_000, last]}) for last in (1, 2))
     assert len(one.config["x"]) < 200
     assert differing(one, other) == {"config"}

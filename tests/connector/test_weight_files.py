@@ -23,19 +23,7 @@ from kvhma.vllm.config.identity import check_same_model, decode_extra, encode_ex
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.config.weight_digests import LEVELS, digest_files
 from kvhma.vllm.config.weight_files import find_weight_files
-from support.identity import IDENTITY
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "torch_dtype": "bfloat16",
-}
+from support.identity import IDENTITY, model_folder
 
 
 def tensors(seed: int = 1) -> dict[str, torch.Tensor]:
@@ -49,8 +37,7 @@ def tensors(seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 def folder(where: Path, **files: dict[str, torch.Tensor]) -> Path:
-    where.mkdir()
-    (where / "config.json").write_text(json.dumps(LLAMA))
+    model_folder(where)
     for name, weights in files.items():
         save_file(weights, where / f"{name}.safetensors", metadata={"format": "pt"})
     return where
