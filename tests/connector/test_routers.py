@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import json
 import shutil
+import socket
 import subprocess
 import threading
 import urllib.request
@@ -159,6 +160,10 @@ class Engine(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Any
 
+    def setup(self) -> None:
+        super().setup()
+        self.server.connections.append(self.connection)
+
     def do_GET(self) -> None:
         self.reply({"status": "ok", "data": []})
 
@@ -185,13 +190,17 @@ class Engine(BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def engine() -> Iterator[Any]:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Engine)
-    server.asked, server.more = [], {}
+    server.asked, server.more, server.connections = [], {}, []
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
         yield server
     finally:
         server.shutdown()
+        # An open connection keeps its thread: a client of another process may have taken this port for its server's.
+        for connection in server.connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         server.server_close()
         thread.join()
 
