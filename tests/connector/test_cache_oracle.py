@@ -53,7 +53,7 @@ def test_what_is_cached_and_read_is_right(part):
         seen += run.counts
     # Sequences without events prove nothing.
     assert min(seen.hits, seen.loads, seen.failed) > SEQUENCES // SLICES
-    assert seen.preempted > SEQUENCES // SLICES // 20
+    assert seen.preempted > 0
 
 
 @pytest.mark.long
@@ -262,6 +262,28 @@ def test_a_defect_is_found(name, monkeypatch):
         except Violation:
             return
     pytest.fail(f"{name}: nothing was found in 600 sequences")
+
+
+@pytest.mark.parametrize("length", [16 * 20 + 1, 16 * 20 + 2])
+def test_a_prompt_that_full_attention_has_completely_is_loaded_for_its_state(length: int) -> None:
+    """If nothing were left to the load, vLLM would go back to the hit of all groups and compute the whole prompt."""
+    groups = (GroupShape("0", "full", 16), GroupShape("1", "state", 16))
+    p, d = (Engine(EngineShape(name, groups, 400, 2048), random.Random(1)) for name in "pd")
+    d.read_from(p)
+    prompt = [random.Random(5).randrange(1000) for _ in range(length)]
+    for name in ("first", "again"):
+        p.add(name, prompt, 1, {"do_remote_decode": True})
+        while p.unfinished:
+            p.step()
+        d.add(name, prompt, 4, json.loads(json.dumps(p.finished[name].kv_transfer_params)))
+        computed = 0
+        while d.unfinished:
+            computed += d.step()
+        assert computed < 10
+        manager = d.scheduler.kv_cache_manager
+        states, _ = manager.coordinator.find_longest_cache_hit_per_group(d._requests["first"].block_hashes, length - 1)
+        manager.evict_blocks({block.block_id for block in states[1] if not block.is_null})
+    assert d.counts.loads == 2
 
 
 # --- the next turns of conversations -----------------------------------------------------------------------------

@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING
 
 from kvhma.errors import UnsupportedPairError
 from kvhma.vllm.callers import caller_variables
+from kvhma.vllm.wire.peer_log import logger
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.request import Request
+
+    _Hit = tuple[KVCacheBlocks, int, int, bool]
+    """Blocks, their tokens, the end of a shared beginning (0: none), and whether other groups than full lack some."""
 
 _PROMPT_FIELDS = ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids")
 """Fields of vLLM's request with an entry for each token of the prompt; None if the prompt has no such entries."""
@@ -104,6 +108,67 @@ def mark_uncacheable(manager: KVCacheManager, request_id: str, group: int, token
     single = manager.coordinator.single_type_managers[group]
     blocks = -(-token // single.block_size)
     single.num_cached_block[request_id] = max(blocks, single.num_cached_block.get(request_id, 0))
+
+
+# --- Missing: a window or a chunk has its own prefix-cache hit, as a state has -----------------------------------
+
+
+def hit_each_group(manager: KVCacheManager, tokens_to_load: Callable[[Request], int]) -> None:
+    """Give a request that will be loaded the hit of full attention, even if windows or chunks have a shorter one.
+
+    A load fills only the last window of a prompt. So a later prompt with the same beginning hits no window, and vLLM
+    drops the hit of full attention as well. For a model with Mamba layers it does not::
+
+        full attention   | hit ------------> | load |
+        windows          | null blocks | load ----> |
+
+    vLLM goes back to the hit of all groups if nothing is loaded, so at least one token is left to the load.
+
+    Args:
+        manager: vLLM's. Without full attention beside other groups, or without a prefix cache, nothing changes.
+        tokens_to_load: returns how many tokens of a request are there after its load; 0 if nothing is loaded.
+    """
+    from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+
+    coordinator, config = manager.coordinator, manager.kv_cache_config
+    if not isinstance(coordinator, HybridKVCacheCoordinator):
+        return
+    try:
+        full, look_up = coordinator.full_attention_group_id, coordinator.find_longest_cache_hit_per_group
+        ask_vllm: Callable[..., _Hit] = manager.get_computed_blocks_for_connector
+        make_blocks = manager.create_kv_cache_blocks
+    except AttributeError as error:
+        logger.warning("kvhma: D hits its prefix cache as this vLLM does, not each group by itself: %s", error)
+        return
+    if full is None:
+        return
+    is_chunked = any(isinstance(group.kv_cache_spec, ChunkedLocalAttentionSpec) for group in config.kv_cache_groups)
+
+    def ask(request: Request, *more: int | None) -> _Hit:
+        loaded = tokens_to_load(request)
+        if loaded == 0 or more not in ((), (None,)) or not manager.prefix_cache_lookup_enabled(request):
+            return ask_vllm(request, *more)
+        if config.has_mamba_layers or is_chunked:
+            # vLLM asks each group itself, or has to: the null blocks before a chunk are a hit of nearly any length.
+            answer = ask_vllm(request, *more)
+            _, hit, longest, diverged = answer
+            limit = min(max(hit, longest), loaded - 1)
+            if limit >= hit if diverged else limit <= hit or config.has_mamba_layers:
+                return answer
+        else:
+            blocks, hits = look_up(request.block_hashes, request.num_tokens - 1)
+            if min(hits) == max(hits):
+                return (
+                    ask_vllm(request) if manager.enable_kv_cache_events else (make_blocks(blocks), hits[full], 0, False)
+                )
+            limit = min(hits[full], loaded - 1)
+            if max(hits) <= limit:
+                return make_blocks(blocks), hits[full], 0, True
+        blocks, hits = look_up(request.block_hashes, limit)
+        return make_blocks(blocks), hits[full], 0, min(hits) < hits[full]
+
+    vars(manager)["get_computed_blocks_for_connector"] = ask
 
 
 # --- Missing: a connector says how many tokens of a prompt the engine computes ------------------------------------

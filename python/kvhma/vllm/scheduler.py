@@ -14,7 +14,7 @@ from kvhma.vllm.holds.kept_turns import KeptTurns
 from kvhma.vllm.holds.lease_table import LeaseTable
 from kvhma.vllm.holds.prefill import PrefillScheduler
 from kvhma.vllm.holds.scheduler_context import SchedulerContext
-from kvhma.vllm.internals import check_manager, drop_params, reset_connector_first
+from kvhma.vllm.internals import check_manager, drop_params, hit_each_group, reset_connector_first
 from kvhma.vllm.loads.decode import DecodeScheduler
 from kvhma.vllm.loads.prefix_cache import has_partial_hits, hits_may_differ
 from kvhma.vllm.metadata import LocalWorkerIdentity, StepMetadata, WorkerReport
@@ -77,6 +77,8 @@ class KvhmaScheduler:
         blocks = manager.block_pool.num_gpu_blocks - 1
         self.context.leases.max_unread_blocks = int(blocks * self.context.settings.max_held_share)
         self.hits_may_differ = hits_may_differ(manager)
+        if self.hits_may_differ:
+            hit_each_group(manager, self.decode.tokens_to_load)
 
     def serve(self, hellos: Mapping[tuple[int, int], Any]) -> None:
         """Answer other engines from now on; `hellos` are the worker identities by pipeline and tensor rank."""

@@ -12,9 +12,11 @@ import pytest
 from kvhma.geometry import Group, Span
 from kvhma.vllm import connector as connector_module
 from kvhma.vllm import metadata as metadata_module
+from kvhma.vllm import scheduler as scheduler_module
 from kvhma.vllm.holds import kept_turns as kept_turns_module
 from kvhma.vllm.holds import prefill as prefill_module
 from kvhma.vllm.holds.kept_turns import KeptTurns
+from kvhma.vllm.internals import hit_each_group
 from kvhma.vllm.loads import decode as decode_module
 from kvhma.vllm.loads.decode import DecodeScheduler
 from kvhma.vllm.loads.load_machine import Purpose
@@ -138,13 +140,43 @@ def too_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KvhmaScheduler, "on_step", late)
 
 
-@mutant("the hit of full attention counts for all groups", "full+sliding+state", "full+chunked+state")
+@mutant("the hit of full attention counts for all groups", *WINDOWS[1:], "full+chunked", "full+sliding+state")
 def one_hit(patch: pytest.MonkeyPatch) -> None:
     def cut(group: Any, span: Span, cached: int) -> Span:
         first = max(span.first, cached // group.block_size)
         return span if group.kind == "ssm" else Span(first, span.ids[first - span.first :])
 
     _spans_of_d(patch, cut)
+
+
+@mutant("a hit of full attention alone is kept where nothing is loaded", *WINDOWS[1:])
+def kept_without_a_load(patch: pytest.MonkeyPatch) -> None:
+    def wrong(manager: Any, tokens_to_load: Any) -> None:
+        hit_each_group(manager, lambda request: tokens_to_load(request) or request.num_tokens)
+        ask = manager.get_computed_blocks_for_connector
+        vars(manager)["get_computed_blocks_for_connector"] = lambda *given: (*ask(*given)[:3], False)
+
+    patch.setattr(scheduler_module, "hit_each_group", wrong)
+
+
+@mutant("a window without a hit has null blocks up to that of full attention", *WINDOWS[1:], "full+chunked")
+def null_blocks(patch: pytest.MonkeyPatch) -> None:
+    def wrong(manager: Any, tokens_to_load: Any) -> None:
+        hit_each_group(manager, tokens_to_load)
+        ask, pool = manager.get_computed_blocks_for_connector, manager.block_pool
+
+        def padded(*given: Any) -> Any:
+            blocks, hit, boundary, diverged = ask(*given)
+            singles = manager.coordinator.single_type_managers
+            tables = [
+                [*table, *[pool.null_block] * (hit // single.block_size - len(table))]
+                for single, table in zip(singles, blocks.blocks, strict=True)
+            ]
+            return manager.create_kv_cache_blocks(tuple(tables)), hit, boundary, diverged
+
+        vars(manager)["get_computed_blocks_for_connector"] = padded
+
+    patch.setattr(scheduler_module, "hit_each_group", wrong)
 
 
 @mutant("blocks that were hit are written", "full", "full+sliding", "full+state")

@@ -257,6 +257,15 @@ class DecodeScheduler:
 
     # --- What vLLM asks -----------------------------------------------------------------------------------------
 
+    def tokens_to_load(self, request: Request) -> int:
+        """Return how many tokens of a request are there after its load; 0 if nothing is loaded, or not known."""
+        load = self.pending.get(request.request_id)
+        if load is None or load.state is LoadState.REFUSED or load.state.is_end:
+            return 0
+        announced = 0 if load.followed is None else load.followed.follower.total
+        at_p = announced if load.remote is None else load.remote.num_tokens
+        return load.num_tokens or min(at_p, self._context.engine.loadable_tokens(request.num_prompt_tokens))
+
     def matched_tokens(self, request: Request, local: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the `local` ones will be loaded, None if that is not known yet.
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import logging
 
 from kvhma._kvhma import Transfer
+from kvhma.planning import live_entries
+from kvhma.vllm.metadata import ReadCommand
 from kvhma.vllm.peers.worker_context import WorkerContext
 from kvhma.vllm.reads.read_machine import ActiveRead
 from kvhma.vllm.telemetry.spans import LoadTimes, Spans
@@ -26,6 +28,10 @@ class ReadMetrics:
         self._stats = stats
         self._spans = Spans(context.rank, stats)
         self._group_labels = [f"{index} {group.kind}" for index, group in enumerate(context.geometry.groups)]
+        self._entry_bytes = [0] * len(self._group_labels)
+        """Bytes of an entry of each group's block table, on this rank."""
+        for layer in context.geometry.layers:
+            self._entry_bytes[layer.group] += layer.page.nbytes * context.geometry.groups[layer.group].ratio
 
     def close(self, timeout: float) -> None:
         """Make the spans of all measured reads, for at most `timeout` seconds."""
@@ -62,6 +68,11 @@ class ReadMetrics:
         if command.piece:  # the last piece is counted as the load
             moved |= {"pieces": 1, "piece_bytes": transfer.bytes}
         else:
+            hits = self._hits(command)
+            by_group["group_cached_tokens"] = [
+                hit * group.tokens_per_entry for hit, group in zip(hits, self._geometry.groups, strict=True)
+            ]
+            by_group["group_cached_bytes"] = [hit * nbytes for hit, nbytes in zip(hits, self._entry_bytes, strict=True)]
             moved |= {
                 "tokens_loaded": command.num_tokens - command.cached,
                 "tokens_cached": command.cached,
@@ -89,6 +100,13 @@ class ReadMetrics:
             for name, numbers in by_group.items():
                 for label, of_group in zip(self._group_labels, numbers, strict=True):
                     stats.count(name, of_group, label=label)
+
+    def _hits(self, command: ReadCommand) -> list[int]:
+        """Return for each group how many entries D had in its prefix cache, of those that the next token needs."""
+        spans = command.held or command.spans
+        ends = [span.first + len(span.ids) for span in spans]
+        needed = zip(spans, live_entries(self._geometry, command.num_tokens, ends), self._geometry.groups, strict=True)
+        return [0 if group.kind == "ssm" else max(0, span.first - live.start) for span, live, group in needed]
 
     def _times(self, read: ActiveRead, trace: Trace) -> LoadTimes:
         """Return the times of a read, for its spans."""

@@ -91,6 +91,8 @@ METRICS = {
         "Descriptors of a group. A descriptor that spans two groups counts for the group of its first byte.",
         label="group",
     ),
+    "group_cached_tokens": Metric("Tokens of a group that a load needed and D had cached already.", label="group"),
+    "group_cached_bytes": Metric("Bytes of these tokens, which were not read.", label="group"),
     "rank_bytes": Metric("Bytes moved by a rank: more than its share where ranks repeat heads.", label="rank"),
     "rank_descriptors": Metric("Descriptors that a rank's loads were planned with.", label="rank"),
     "rank_seconds": Metric(

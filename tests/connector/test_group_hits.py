@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D's prefix-cache hits of each group, with vLLM's real manager of blocks. The cache oracle reads the bytes."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
+
+torch = pytest.importorskip("torch", reason="needs torch; make connector runs it")
+
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request
+
+from kvhma.vllm.internals import hit_each_group
+
+BLOCK = 16
+HEADS = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
+FULL = FullAttentionSpec(**HEADS)
+WINDOW, SHORT = (SlidingWindowSpec(**HEADS, sliding_window=tokens) for tokens in (100, 24))
+CHUNK = ChunkedLocalAttentionSpec(**HEADS, attention_chunk_size=128)
+MLA = MLAAttentionSpec(**HEADS)
+STATE = MambaSpec(
+    block_size=BLOCK,
+    shapes=((3, 8), (8, 8)),
+    dtypes=(torch.float32,) * 2,
+    mamba_cache_mode="align",
+    mamba_type="mamba2",
+)
+MIXES = {
+    "full+sliding": (FULL, WINDOW),
+    "full+two windows": (FULL, WINDOW, SHORT),
+    "mla+sliding": (MLA, WINDOW),
+    "full+chunked": (FULL, CHUNK),
+    "full+state": (FULL, STATE),
+    "full+sliding+state": (FULL, WINDOW, STATE),
+    "full": (FULL,),
+    "sliding": (WINDOW,),
+}
+
+init_none_hash(sha256)
+HASHER = get_request_block_hasher(BLOCK, sha256)
+
+
+def request_of(name: str, tokens: list[int]) -> Request:
+    return Request(name, tokens, SamplingParams(max_tokens=400), None, block_hasher=HASHER)
+
+
+class Decode:
+    """A decode engine's manager of blocks; requests are loaded as vLLM's scheduler does it, without bytes."""
+
+    def __init__(self, mix: str, blocks: int = 4000) -> None:
+        groups = [KVCacheGroupSpec([f"layers.{index}"], spec) for index, spec in enumerate(MIXES[mix])]
+        config = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+        self.manager = KVCacheManager(config, 65536, BLOCK, BLOCK, enable_caching=True)
+        self.vllm = KVCacheManager.get_computed_blocks_for_connector.__get__(self.manager)
+        self.to_load = 0
+        hit_each_group(self.manager, lambda request: self.to_load)
+
+    def ask(self, request: Request, to_load: int) -> tuple[list[list[int]], int, int, bool]:
+        """Return the ids of the hit blocks by group, the tokens hit, vLLM's boundary, and whether groups differ."""
+        self.to_load = to_load
+        return as_ids(self.manager.get_computed_blocks_for_connector(request))
+
+    def load(self, tokens: list[int], answer: int = 0) -> int:
+        """Load a prompt, answer, and free it; return the hit."""
+        request = request_of(f"r{random.random()}", tokens)
+        self.to_load = len(tokens) - 1
+        blocks, hit, _, diverged = self.manager.get_computed_blocks_for_connector(request)
+        external = max(0, self.to_load - hit)
+        if diverged and not external:
+            blocks, hit, _ = self.manager.get_computed_blocks(request)
+        slots = self.manager.allocate_slots(
+            request,
+            0 if external else len(tokens) - hit,
+            num_new_computed_tokens=hit,
+            new_computed_blocks=blocks,
+            num_external_computed_tokens=external,
+            delay_cache_blocks=bool(external),
+        )
+        assert slots is not None
+        request.num_computed_tokens = hit + external if external else len(tokens)
+        self.manager.cache_blocks(request, request.num_computed_tokens)
+        for token in range(answer):
+            request.append_output_token_ids(token)
+            assert self.manager.allocate_slots(request, 1) is not None
+            request.num_computed_tokens += 1
+        self.manager.free(request)
+        return hit
+
+    def cached(self, request: Request, group: int) -> list[bool]:
+        """Return for each whole block of a prompt whether a group has it, by the pool's own index."""
+        pool = self.manager.block_pool
+        return [pool.get_cached_block(digest, [group]) is not None for digest in request.block_hashes]
+
+
+def as_ids(answer) -> tuple[list[list[int]], int, int, bool]:
+    blocks, hit, boundary, diverged = answer
+    return [[block.block_id for block in group] for group in blocks.blocks], hit, boundary, diverged
+
+
+def has_all(cached: list[bool], spec: object, tokens: int) -> bool:
+    """Return whether a group has all that the token after the first `tokens` attends to."""
+    if isinstance(spec, FullAttentionSpec):
+        first = 0
+    elif isinstance(spec, SlidingWindowSpec):
+        first = max(0, tokens - spec.sliding_window + 1)
+    else:
+        first = tokens // spec.attention_chunk_size * spec.attention_chunk_size
+    return all(cached[first // BLOCK : tokens // BLOCK])
+
+
+def history(d: Decode, rng: random.Random) -> list[int]:
+    """Load prompts that share beginnings, evict some blocks, and return a prompt that shares one with them."""
+    document = [rng.randrange(10**6) for _ in range(rng.randrange(100, 700))]
+    for _ in range(rng.randint(1, 4)):
+        d.load(
+            document[: rng.randrange(20, len(document))] + [rng.randrange(10**6)] * rng.randrange(1, 60),
+            rng.randrange(40),
+        )
+    if rng.random() < 0.5:
+        ids = range(1, d.manager.block_pool.num_gpu_blocks)
+        d.manager.evict_blocks(set(rng.sample(ids[:200], rng.randrange(60))))
+    return document[: rng.randrange(17, len(document))] + [rng.randrange(10**6)] * rng.choice((0, 0, 1, 30))
+
+
+@pytest.mark.parametrize("mix", ["full+sliding", "full+two windows", "mla+sliding", "full+chunked"])
+def test_full_attentions_hit_counts_and_one_token_is_left_to_the_load(mix: str) -> None:
+    """The hit is the longest beginning that full attention has; it differs if another group lacks some of it."""
+    seen = {True: 0, False: 0}
+    for seed in range(150):
+        rng = random.Random(seed)
+        d = Decode(mix)
+        request = request_of("q", history(d, rng))
+        loaded = request.num_tokens - rng.choice((0, 1, 1, 1, 5))
+        _, usual, _, _ = as_ids(d.vllm(request))
+        ids, hit, boundary, diverged = d.ask(request, loaded)
+        blocks = d.cached(request, 0)
+        full = next((index for index, has in enumerate(blocks) if not has), len(blocks)) * BLOCK
+        whole = min(full, (request.num_tokens - 1) // BLOCK * BLOCK)
+        cut = min(full, (loaded - 1) // BLOCK * BLOCK)
+        specs = MIXES[mix]
+        lacks = [not has_all(d.cached(request, index), spec, cut) for index, spec in enumerate(specs)]
+        if usual == whole or not any(lacks):
+            assert (hit, diverged) in {(usual, False), (cut, False)}, f"seed {seed}"
+        else:
+            assert (hit, diverged) == (cut, True), f"seed {seed}"
+        assert hit >= min(usual, cut)
+        assert boundary == 0 or not diverged
+        assert len(ids[0]) == hit // BLOCK
+        for index, group in enumerate(ids):
+            named = [number for number, block in enumerate(group) if block != 0]
+            assert len(group) <= hit // BLOCK
+            assert all(d.cached(request, index)[number] for number in named), f"seed {seed}: group {index}"
+        seen[diverged] += 1
+    assert min(seen.values()) > 10
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_without_a_load_vllms_answer_counts(mix: str) -> None:
+    for seed in range(40):
+        d = Decode(mix)
+        request = request_of("q", history(d, random.Random(seed)))
+        assert d.ask(request, 0) == as_ids(d.vllm(request)), f"seed {seed}"
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_equal_hits_are_vllms_answer(mix: str) -> None:
+    """The next turn of a conversation, which D has answered itself: all groups have the same hit."""
+    for seed in range(40):
+        rng = random.Random(seed)
+        d = Decode(mix)
+        prompt = [rng.randrange(10**6) for _ in range(rng.randrange(100, 400))]
+        d.load(prompt, answer=BLOCK)
+        request = request_of("q", [*prompt, *range(BLOCK), *([7] * rng.randrange(BLOCK, 90))])
+        expected = as_ids(d.vllm(request))
+        assert d.ask(request, request.num_tokens - 1) == expected, f"seed {seed}"
+        assert (expected[1], expected[3]) == ((len(prompt) + BLOCK - 1) // BLOCK * BLOCK, False)
+
+
+@pytest.mark.parametrize("mix", ["full+state", "full+sliding+state"])
+def test_models_with_states_differ_only_where_nothing_would_be_left_to_load(mix: str) -> None:
+    changed = 0
+    for seed in range(150):
+        d = Decode(mix)
+        request = request_of("q", history(d, random.Random(seed)))
+        loaded = request.num_tokens - 1
+        expected, found = as_ids(d.vllm(request)), d.ask(request, loaded)
+        if expected[3] and expected[1] >= loaded:
+            changed += 1
+            assert found[1] == (loaded - 1) // BLOCK * BLOCK
+        else:
+            assert found == expected, f"seed {seed}"
+    assert changed > 0
+
+
+@pytest.mark.parametrize("mix", ["full+sliding", "full+two windows", "mla+sliding"])
+def test_another_question_about_a_document(mix: str) -> None:
+    d = Decode(mix)
+    document = list(range(5000))
+    assert d.load(document + [10**6] * 1003, answer=40) == 0
+    assert d.load(document + [10**6 + 1] * 900) == 4992
+    assert d.load(document[:4993]) == 4976  # of what it has completely, a token is left to the load
+
+
+@pytest.mark.parametrize("mix", ["full+sliding", "mla+sliding"])
+@pytest.mark.parametrize("resident", [False, True], ids=["windows evicted", "next turn"])
+def test_a_lookup_costs_no_more_than_vllms_own(mix: str, resident: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in questions to the pool's index, of which a lookup consists."""
+    d = Decode(mix)
+    document = list(range(20_000))
+    d.load(document, answer=BLOCK)
+    shared = [*document, *range(BLOCK)] if resident else document[:16_000]
+    request = request_of("q", shared + [10**6] * 400)
+    asked, right = [0], BlockPool.get_cached_block
+
+    def counted(self, *given):
+        asked[0] += 1
+        return right(self, *given)
+
+    monkeypatch.setattr(BlockPool, "get_cached_block", counted)
+    d.vllm(request)
+    usual, asked[0] = asked[0], 0
+    d.ask(request, request.num_tokens - 1)
+    assert 0 < asked[0] <= 1.1 * usual
+
+
+def test_where_a_name_is_gone_hits_stay_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    d = Decode("full+sliding")
+    vars(d.manager).pop("get_computed_blocks_for_connector")
+    hidden = SimpleNamespace(
+        coordinator=d.manager.coordinator, kv_cache_config=d.manager.kv_cache_config, create_kv_cache_blocks=None
+    )
+    hit_each_group(hidden, lambda request: 100)
+    assert "get_computed_blocks_for_connector" in caplog.text
+    assert set(vars(hidden)) == {"coordinator", "kv_cache_config", "create_kv_cache_blocks"}
