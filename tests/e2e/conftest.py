@@ -9,18 +9,8 @@ from pathlib import Path
 import pytest
 
 from support.engines import Zygote, make_models
-from support.rows import Rows, engine_sources
 
 HERE = Path(__file__).parent
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rows", type=Path, help="keep a report of each test in this folder, leave out what has one")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if (folder := config.getoption("rows", None)) is not None:
-        config.pluginmanager.register(Rows(folder, engine_sources(), again=bool(config.option.keyword)))
 
 
 def pytest_ignore_collect(config: pytest.Config) -> bool | None:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of models with special caches: hand-offs in both directions, and the requests after them.
-
-`make families` runs one after the other, and continues where it was stopped.
-"""
+"""Families of models with special caches: hand-offs in both directions, and the requests after them."""
 
 from __future__ import annotations
 
