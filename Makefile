@@ -263,9 +263,9 @@ audit: build $(E2E)/.ready ## what vLLM's connectors ask of NIXL and Mooncake, j
 # A run of its own, not a test: it takes as long as it is told to and says what it found in .reports/soak.
 .PHONY: soak
 soak: SECONDS = 600
-soak: dev $(E2E)/.ready ## engines that are killed, stopped and cut off while 16 clients ask (SECONDS=600, SEED=n to repeat, RESUME=folder of a cut run)
+soak: dev $(E2E)/.ready ## engines that are killed, stopped and cut off while 16 clients ask (SECONDS=600, SEED=n to repeat)
 	PYTHONPATH=python:tests KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python -m soak \
-		--seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(RESUME),--resume $(RESUME)) $(ARGS)
+		--seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 # Root, for network namespaces and TUN devices.
 .PHONY: faults

@@ -80,7 +80,7 @@ class LinkedRun(Run):
 
 
 def run(options: Options, folder: Path) -> None:
-    """Do a run. Its journal, logs, samples and census are in the folder."""
+    """Do a run. Its journal, logs and samples are in the folder."""
     with contextlib.ExitStack() as stack:
         journal = Journal(folder / "journal.jsonl")
         stack.callback(journal.close)

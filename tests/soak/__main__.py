@@ -22,7 +22,7 @@ REPORTS = Path(__file__).parents[2] / ".reports" / "soak"
 
 
 def options() -> tuple[Options, Path]:
-    """The options and the folder of the run, which has been made, or is resumed."""
+    """The options and the folder of the run, which has been made."""
     parser = argparse.ArgumentParser(prog="soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0, help="how long events and clients run (600)")
     parser.add_argument("--seed", type=int, help="of events, clients and prompts; drawn and printed if not given")
@@ -38,10 +38,7 @@ def options() -> tuple[Options, Path]:
     parser.add_argument("--one-host", action="store_true", help="no namespaces: shared memory, partitions by SIGSTOP")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds after which a request is hung (150)")
     parser.add_argument("--reports", type=Path, default=REPORTS)
-    parser.add_argument("--resume", type=Path, help="folder of a run that was cut; its options count, no others")
     given = parser.parse_args()
-    if given.resume is not None:
-        return Options.load(given.resume / "options.json"), given.resume
     chosen = Options(
         seconds=given.seconds,
         seed=random.SystemRandom().randrange(1 << 16) if given.seed is None else given.seed,
@@ -60,7 +57,6 @@ def new_folder(reports: Path, chosen: Options) -> Path:
     stamp = datetime.now(timezone.utc).strftime("%m%dT%H%M%S")
     folder = reports / f"{stamp}-{chosen.seed}"
     folder.mkdir(parents=True)
-    chosen.save(folder / "options.json")
     return folder
 
 

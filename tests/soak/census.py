@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts, and what an engine without connector answers to them. A resumed run reads both from a file."""
+"""Prompts, and what an engine without connector answers to them."""
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from support.engines import Answer, Engine
@@ -33,16 +31,6 @@ class Prompt:
     plain: Answer
     parts: tuple[Prompt, ...] = ()
     turn: Prompt | None = None
-
-    def form(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return asdict(self)
-
-    @classmethod
-    def read(cls, form: dict[str, Any]) -> Prompt:
-        plain = Answer(**form["plain"] | {"others": ()})
-        turn = None if form["turn"] is None else cls.read(form["turn"])
-        return cls(form["tokens"], plain, tuple(map(cls.read, form["parts"])), turn)
 
 
 def draw_prompts(seed: str) -> tuple[list[list[int]], list[list[int]]]:
@@ -100,14 +88,3 @@ def _ask_turns(found: Sequence[Prompt], ask: Any, rng: random.Random) -> dict[in
         levels.append({at: Prompt(p, a) for at, p, a in zip(last, prompts, ask(prompts), strict=True)})
     _, second, third = levels
     return {at: Prompt(one.tokens, one.plain, turn=third[at]) for at, one in second.items()}
-
-
-def save_census(path: Path, prompts: Sequence[Prompt]) -> None:
-    """Write a census as a whole, so that a run that is cut leaves none or all of it."""
-    beside = path.with_suffix(".part")
-    beside.write_text(json.dumps([one.form() for one in prompts]))
-    beside.replace(path)
-
-
-def load_census(path: Path) -> list[Prompt]:
-    return [Prompt.read(form) for form in json.loads(path.read_text())]

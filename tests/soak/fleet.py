@@ -53,7 +53,7 @@ class Slot:
     site: Site
     kernels: tuple[str, ...]
     """Methods of the workers that replace kernels which fail in vLLM's build for CPUs."""
-    life: int
+    life: int = field(default=0, init=False)
     """Number of its lives so far."""
     engine: Engine = field(init=False)
     up: threading.Event = field(default_factory=threading.Event, init=False)
@@ -164,9 +164,8 @@ class Slot:
         with contextlib.suppress(EngineFailed, TimeoutError, OSError):
             life = self.life
             found = read_counters(self.engine.metrics())
-            heap = self.engine.rpc("e2e_memory")[0]
             if life == self.life:
-                self.journal.note("counters", engine=self.name, life=life, counters=found, heap=heap)
+                self.journal.note("counters", engine=self.name, life=life, counters=found)
 
     def has_read(self, number: int) -> Callable[[], bool]:
         """Return a function that searches its log, as an operator does, for the line that it has read so many secrets.

@@ -90,31 +90,16 @@ def shorten(error: str) -> str:
     return re.sub(r"[0-9a-f]{8,}(-[0-9a-f]+)*|\d+(\.\d+)?", "N", line)[:160]
 
 
-@dataclass(frozen=True)
-class Census:
-    """Resources that one process holds."""
-
-    files: int
-    threads: int
+MORE = {"files": 48, "threads": 12}
+"""By how much a process that has served for a while may hold more than when it was ready."""
 
 
-@dataclass(frozen=True)
-class Allowance:
-    """By how much a process that has served for a while may hold more than when it was ready."""
-
-    files: int = 48
-    threads: int = 12
-
-
-def leaks_of_process(name: str, ready: Census, end: Census, allowed: Allowance) -> list[str]:
+def leaks_of_process(name: str, ready: Mapping[str, int], end: Mapping[str, int]) -> list[str]:
     """Resources that one process holds at the end beyond what it held when it was ready, and a margin."""
     return [
-        f"{name}: {after} {what} at the end, {before} when it was ready"
-        for what, before, after, more in (
-            ("files", ready.files, end.files, allowed.files),
-            ("threads", ready.threads, end.threads, allowed.threads),
-        )
-        if after > before + more
+        f"{name}: {end[what]} {what} at the end, {ready[what]} when it was ready"
+        for what, more in MORE.items()
+        if end[what] > ready[what] + more
     ]
 
 

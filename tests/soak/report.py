@@ -1,29 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a run, made only of what its folder holds; so it is the same for a run that was cut and resumed."""
+"""The report of a run, made only of what its folder holds."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from soak.journal import Line, Past, read_lines
-from soak.judge import FILES, MEMORY, Allowance, Outcome, Tally, growth_beyond, leaks_of_process
-from soak.plot import plot
-from soak.samples import Sample, growth, heap_growth, read_samples
-from soak.schedule import Event
+from soak.journal import Line, read_lines
+from soak.judge import FILES, MEMORY, Outcome, Tally, growth_beyond, leaks_of_process
+from soak.samples import Sample, growth, read_samples
 
 
 def report(folder: Path) -> tuple[list[str], bool]:
-    """Write the picture and return the report, and whether the run failed."""
+    """Return the report, and whether the run failed."""
     lines = read_lines(folder / "journal.jsonl")
     processes = read_samples(folder / "samples.csv")
     tally = Tally.of(lines)
     tally.leaks += leaks_in(lines, list(processes.values()))
-    marks = [(line["t"], "resumed") for line in lines[1:] if line["what"] == "part"]
-    marks += [(line["t"], line["model"]) for line in lines if line["what"] == "load"]
-    (folder / "memory.svg").write_text(plot(processes.values(), events_in(lines), lines[-1]["t"], marks))
     text = [
         *facts_in(lines, tally),
         "",
@@ -32,8 +26,6 @@ def report(folder: Path) -> tuple[list[str], bool]:
         *counters_in(lines),
         "",
         *(growth(samples) for samples in processes.values()),
-        "",
-        *heaps_in(lines),
     ]
     return text, tally.failed
 
@@ -43,14 +35,14 @@ def leaks_in(lines: Sequence[Line], processes: Sequence[Sequence[Sample]]) -> li
 
     Only load counts for growth: the questions afterwards are of another kind.
     """
-    load = loads_in(lines)
+    load = loads_in(lines).values()
     quiet = {(line["engine"], line["life"]) for line in lines if line["what"] == "quiet"}
     found = []
     for samples in processes:
         first, last = samples[0], samples[-1]
         name = f"{first.slot}-{first.life} {first.process} {first.pid}"
         if (first.slot, first.life) in quiet:  # then no client is connected, not even a hostile one
-            found += leaks_of_process(name, first.census, last.census, Allowance())
+            found += leaks_of_process(name, vars(first), vars(last))
         under_load = [one for one in samples if any(begun <= one.seconds <= ended for begun, ended in load)]
         grown = (
             growth_beyond(MEMORY, [(one.seconds, one.rss / 1024) for one in under_load]),
@@ -60,32 +52,18 @@ def leaks_in(lines: Sequence[Line], processes: Sequence[Sequence[Sample]]) -> li
     return found
 
 
-def loads_in(lines: Sequence[Line]) -> list[tuple[float, float]]:
-    """Begin and end of each load; one that was cut ends with its part."""
-    found = []
-    for number, line in enumerate(lines):
-        if line["what"] == "load":
-            rest = (later["t"] for later in lines[number:] if later["what"] in ("load over", "part"))
-            found.append((line["t"], next(rest, lines[-1]["t"])))
-    return found
-
-
-def events_in(lines: Sequence[Line]) -> list[Event]:
-    """Events as they happened, in seconds of the run."""
-    found = []
-    begun: dict[tuple[str, str], Line] = {}
-    for line in lines:
-        if line["what"] == "event":
-            begun[line["kind"], line["engine"]] = line
-        elif line["what"] == "event over" and (at := begun.pop((line["kind"], line["engine"]), None)):
-            found.append(Event(at["t"], line["kind"], line["engine"], line["t"] - at["t"], 0.0))
-    return found
+def loads_in(lines: Sequence[Line]) -> dict[str, tuple[float, float]]:
+    """Begin and end of the load of each model."""
+    over = {line["model"]: line["t"] for line in lines if line["what"] == "load over"}
+    return {
+        line["model"]: (line["t"], over.get(line["model"], lines[-1]["t"])) for line in lines if line["what"] == "load"
+    }
 
 
 def facts_in(lines: Sequence[Line], tally: Tally) -> list[str]:
     """What was done, as far as it is no verdict."""
-    past = Past.of(lines)
-    seconds = sum(past.loaded.values())
+    loaded = {model: ended - begun for model, (begun, ended) in loads_in(lines).items()}
+    seconds = sum(loaded.values())
     right = tally.total(Outcome.RIGHT)
     events = Counter(line["kind"] for line in lines if line["what"] == "event")
     left_out = sum(line["what"] == "event left out" for line in lines)
@@ -93,13 +71,13 @@ def facts_in(lines: Sequence[Line], tally: Tally) -> list[str]:
     troubles = Counter(trouble_of(line) for line in lines if line["what"] == "rotated" and line["step"] == 2)
     alone = [line for line in lines if line["what"] == "right" and "cached" in line]
     hits = [line["cached"] for line in alone if line["cached"]]
-    loads = ", ".join(f"{model} {of:.0f} s" for model, of in past.loaded.items())
+    loads = ", ".join(f"{model} {of:.0f} s" for model, of in loaded.items())
     attacks: Counter[str] = sum(
         (Counter(line["of"]) for line in lines if line["what"] == "untrusted clients"), Counter()
     )
     return [
         *(line["text"] for line in lines if line["what"] == "fact"),
-        f"under load: {loads}; {past.parts} part{'s' * (past.parts > 1)}",
+        f"under load: {loads}",
         f"{right} right answers, {right / max(seconds, 1):.1f} a second",
         f"events: {', '.join(f'{kind} {n}' for kind, n in sorted(events.items()))}; {left_out} left out",
         f"rotations that removed the old secret: {rotations[2]}, of them {dict(troubles)}",
@@ -121,11 +99,3 @@ def counters_in(lines: Sequence[Line]) -> list[str]:
     for (engine, _), counters in latest.items():
         by_engine.setdefault(engine, Counter()).update(counters)
     return [f"{engine}: {', '.join(f'{key} {n}' for key, n in sorted(of.items()))}" for engine, of in by_engine.items()]
-
-
-def heaps_in(lines: Sequence[Line]) -> list[str]:
-    heaps: dict[str, list[dict[str, Any]]] = {}
-    for line in lines:
-        if line["what"] == "counters":
-            heaps.setdefault(f"{line['engine']}-{line['life']} worker", []).append(line["heap"])
-    return [heap_growth(name, of) for name, of in heaps.items()]

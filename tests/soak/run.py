@@ -5,22 +5,21 @@ left over."""
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from soak.census import MAX_TOKENS, Prompt, load_census, save_census, take_census
+from soak.census import MAX_TOKENS, Prompt, take_census
 from soak.clients import PROXIED, Client, World
 from soak.fleet import Fleet, Slot, config
 from soak.front import Proxy
 from soak.hostile import Address, UntrustedClient
 from soak.hosts import Hosts, NoNamespaces
-from soak.journal import Journal, Past, read_lines
+from soak.journal import Journal
 from soak.judge import Outcome, judge, leaks_of_pool
 from soak.samples import EVERY_SECONDS, Sampler
 from soak.schedule import Event, schedule
@@ -56,7 +55,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `python -m soak`; a resumed run has them from its folder."""
+    """The options of `python -m soak`."""
 
     seconds: float
     seed: int
@@ -71,14 +70,6 @@ class Options:
     @property
     def proxied(self) -> bool:
         return any(kind in PROXIED for kind in self.requests)
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def load(cls, path: Path) -> Options:
-        form = json.loads(path.read_text())
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in form.items()})
 
 
 Kinds = dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]]
@@ -115,7 +106,7 @@ class Run:
 
 
 def run(options: Options, folder: Path) -> None:
-    """Do a run, or the rest of it. Its journal, logs, samples and census are in the folder."""
+    """Do a run. Its journal, logs and samples are in the folder."""
     with contextlib.ExitStack() as stack:
         journal = Journal(folder / "journal.jsonl")
         stack.callback(journal.close)
@@ -124,8 +115,7 @@ def run(options: Options, folder: Path) -> None:
         zygote = stack.enter_context(Zygote(folder / "zygote.log", ENVIRONMENT | {"TMPDIR": str(site.disk)}))
         made = Run(options, folder, journal, site, hosts, zygote)
         for model in options.models:
-            if model not in Past.of(read_lines(folder / "journal.jsonl")).ended:
-                run_model(made, model)
+            run_model(made, model)
 
 
 def make_hosts(options: Options, journal: Journal) -> Hosts | None:
@@ -140,10 +130,9 @@ def make_hosts(options: Options, journal: Journal) -> Hosts | None:
 def run_model(run: Run, model: str) -> None:
     """Put engines of one model under load, and check what they hold afterwards."""
     (made,) = make_models(run.zygote, run.folder.parent / "models", model)
-    folder = run.folder / model
-    if not folder.exists():
-        with_tokenizer(made, folder)
-    prompts = census_of(run, model, folder)
+    folder = with_tokenizer(made, run.folder / model)
+    with engines(run.zygote, folder, run.folder, plain=arguments(model)) as (plain,):
+        prompts = take_census(plain, f"{run.options.seed} {model}")
     with contextlib.ExitStack() as stack:
         slots = make_slots(run, model, folder)
         fleet = Fleet(slots, run.site, run.journal)
@@ -159,14 +148,6 @@ def run_model(run: Run, model: str) -> None:
         soak(world, run, model)
 
 
-def census_of(run: Run, model: str, folder: Path) -> list[Prompt]:
-    path = run.folder / f"census-{model}.json"
-    if not path.exists():
-        with engines(run.zygote, folder, run.folder, plain=arguments(model)) as (plain,):
-            save_census(path, take_census(plain, f"{run.options.seed} {model}"))
-    return load_census(path)
-
-
 def make_slots(run: Run, model: str, folder: Path) -> list[Slot]:
     hosts = run.hosts
     kinds = run.kinds(model)
@@ -174,7 +155,6 @@ def make_slots(run: Run, model: str, folder: Path) -> list[Slot]:
     where = {name: "127.0.0.1" if hosts is None else hosts.address(name) for name in kinds}
     known = {"d1": {"prefill_engines": [f"{where[name]}:{ports[name]}" for name in kinds if name[0] == "p"]}}
     secret = {"secret_file": str(run.site.file)}
-    lives = Past.of(read_lines(run.folder / "journal.jsonl")).lives
     slots = []
     for name, (ranks, policy, settings, engine_args) in kinds.items():
         env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": where[name]} if hosts is None else hosts.env(name)
@@ -192,7 +172,7 @@ def make_slots(run: Run, model: str, folder: Path) -> list[Slot]:
         )
         # vLLM's build for CPUs ends with a prefix cache of states.
         kernels = ("e2e_mamba_2",) if "nemotron" in model else ()
-        slots.append(run.slot_type(name, template, run.journal, hosts, run.site, kernels, lives[name]))
+        slots.append(run.slot_type(name, template, run.journal, hosts, run.site, kernels))
     return slots
 
 
@@ -200,23 +180,19 @@ def soak(world: World, run: Run, model: str) -> None:
     """The load itself, with engines that are ready."""
     fleet, journal, options = world.fleet, world.journal, run.options
     slots = list(fleet.slots.values())
-    past = Past.of(read_lines(run.folder / "journal.jsonl"))
-    done, seconds = past.loaded[model], options.seconds / len(options.models)
-    seed = f"{options.seed} {model}"
+    seconds, seed = options.seconds / len(options.models), f"{options.seed} {model}"
     sampler = Sampler(slots, world.proxy, journal, run.folder / "samples.csv")
     sampler.start()
     journal.note("load", model=model)
-    shift = journal.now() - done
-    events = [replace(event, at=event.at + shift) for event in run.events(model, seconds) if event.at >= done]
-    # After a cut others than the first time, or the same requests would meet later events.
-    drawn = f"{seed} {past.parts}"
-    clients = [Client(world, drawn, number, options.requests) for number in range(options.clients)]
+    begun = journal.now()
+    events = [replace(event, at=event.at + begun) for event in run.events(model, seconds)]
+    clients = [Client(world, seed, number, options.requests) for number in range(options.clients)]
     addresses = [address_of(slot) for slot in slots]
-    untrusted = [UntrustedClient(addresses, drawn, n, fleet.stop) for n in range(options.untrusted)]
+    untrusted = [UntrustedClient(addresses, seed, n, fleet.stop) for n in range(options.untrusted)]
     counting = threading.Thread(target=count_often, args=(fleet,), daemon=True)
     for thread in (*clients, *untrusted, counting):
         thread.start()
-    fleet.run(events, shift + seconds)
+    fleet.run(events, begun + seconds)
     journal.note("load over", model=model)
     fleet.look_for_crashes()
     fleet.stop.set()

@@ -15,7 +15,6 @@ from typing import get_type_hints
 from soak.fleet import Slot, process_name
 from soak.front import Proxy
 from soak.journal import Journal
-from soak.judge import Census
 
 EVERY_SECONDS = 2.0
 
@@ -29,10 +28,7 @@ class Sample:
         slot: name of its engine, or proxy.
         life: which of the engines of that name.
         process: front, core, worker or proxy.
-        rss: all resident memory.
-        anon: of it the memory of malloc and Python, whether or not it is shared with the parent process.
-        file: of it what is mapped from files; grows as code is first used.
-        shmem: of it shared memory, as transports use it.
+        rss: resident memory.
     """
 
     seconds: float
@@ -41,9 +37,6 @@ class Sample:
     process: str
     pid: int
     rss: int
-    anon: int
-    file: int
-    shmem: int
     files: int
     threads: int
 
@@ -51,19 +44,14 @@ class Sample:
     def key(self) -> tuple[str, int, str, int]:
         return self.slot, self.life, self.process, self.pid
 
-    @property
-    def census(self) -> Census:
-        return Census(self.files, self.threads)
-
 
 def sample(name: str, life: int, pid: int, role: str, seconds: float) -> list[Sample]:
     """A process now; nothing if it has ended."""
     with contextlib.suppress(OSError, KeyError):
         status = Path(f"/proc/{pid}/status").read_text()
         values = {key: int(value) for key, value in re.findall(r"^(\w+):\s+(\d+)", status, re.MULTILINE)}
-        memory = (values[key] for key in ("VmRSS", "RssAnon", "RssFile", "RssShmem"))
         files = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-        return [Sample(round(seconds, 2), name, life, role, pid, *memory, files, values["Threads"])]
+        return [Sample(round(seconds, 2), name, life, role, pid, values["VmRSS"], files, values["Threads"])]
     return []
 
 
@@ -83,7 +71,7 @@ class Sampler(threading.Thread):
         self._proxy = proxy
         self._journal = journal
         self._over = threading.Event()
-        self._file = path.open("a", newline="", buffering=1)
+        self._file = path.open("a", newline="")
 
     def run(self) -> None:
         write = csv.writer(self._file).writerows
@@ -104,14 +92,13 @@ class Sampler(threading.Thread):
 
 
 def read_samples(path: Path) -> dict[tuple[str, int, str, int], list[Sample]]:
-    """Samples by process, in order. A run that is killed may leave half of a line, joined with the next."""
+    """Samples by process, in order."""
     kinds = get_type_hints(Sample).values()
     by_process: dict[tuple[str, int, str, int], list[Sample]] = {}
     with path.open(newline="") as file:
         for row in csv.reader(file):
-            with contextlib.suppress(ValueError):
-                one = Sample(*(kind(text) for kind, text in zip(kinds, row, strict=True)))
-                by_process.setdefault(one.key, []).append(one)
+            one = Sample(*(kind(text) for kind, text in zip(kinds, row, strict=True)))
+            by_process.setdefault(one.key, []).append(one)
     return by_process
 
 
@@ -120,25 +107,7 @@ def growth(samples: Sequence[Sample]) -> str:
     first, half, last = samples[0], samples[len(samples) // 2], samples[-1]
     minutes = (last.seconds - first.seconds) / 60
     memory = " -> ".join(f"{one.rss / 1024:.0f}" for one in (first, half, last))
-    parts = ", ".join(
-        f"{name} {(getattr(last, name) - getattr(first, name)) / 1024:+.0f}" for name in ("anon", "file", "shmem")
-    )
     return (
-        f"{first.slot}-{first.life} {first.process:6} {minutes:5.1f} min: RSS {memory} MiB ({parts}), "
+        f"{first.slot}-{first.life} {first.process:6} {minutes:5.1f} min: RSS {memory} MiB, "
         f"files {first.files} -> {last.files}, threads {first.threads} -> {last.threads}"
     )
-
-
-def heap_growth(name: str, heaps: list[dict[str, int]]) -> str:
-    """One line for a worker: the memory that malloc and Python use, first, half way and last."""
-    points = heaps[0], heaps[len(heaps) // 2], heaps[-1]
-    parts = (
-        " -> ".join(f"{one[key] / scale:.0f}" for one in points) + f" {unit}"
-        for key, scale, unit in (
-            ("heap_used", 1024, "MiB of the heap in use"),
-            ("heap", 1024, "MiB of heap"),
-            ("mapped", 1024, "MiB mapped"),
-            ("python_blocks", 1, "blocks of Python"),
-        )
-    )
-    return f"{name}: {', '.join(parts)}"

@@ -56,8 +56,6 @@ class Site:
         self.file = self.disk / "secret"
         self.starting = threading.Lock()
         self.busy = threading.Lock()
-        self.life = 0
-        self.rotations = 0
         self._journal = journal
         self._lease = lease
         self.mounted = mounted
@@ -93,7 +91,6 @@ class Site:
                     self._wait(waits, step)
             self._secret = lines[0]
             self._journal.note("rotated", step=step, trouble=trouble)
-        self.rotations += 1
 
     def _beside(self, *lines: bytes) -> Path:
         """Write a new file beside the old one."""

@@ -112,7 +112,8 @@ def test_p_and_d_are_at_two_ends(tmp_path: Path) -> None:
 
 def test_an_engine_that_ends_by_itself_is_a_failure_even_if_ucx_ended_it(tmp_path: Path) -> None:
     site, _, journal = make_site(tmp_path)
-    slot = LinkedSlot("p1", cast("Any", None), journal, None, site, (), 2)
+    slot = LinkedSlot("p1", cast("Any", None), journal, None, site, ())
+    slot.life = 2
     slot.engine = cast("Any", SimpleNamespace(log=tmp_path / "p1-2.log"))
     for words in (
         "Fatal Python error: Segmentation fault",

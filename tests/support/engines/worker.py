@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import importlib
 import os
-import sys
 import threading
 from typing import Any
 
@@ -69,36 +66,24 @@ class Extension:
         mamba_mixer2.mamba_chunk_scan_combined_varlen = mamba_kernels.chunk_scan
         mamba_mixer2.store_prefill_checkpoint = mamba_kernels.store_prefill_checkpoint
 
-    def e2e_overwrite(self, layer: str, block: int, how: str = "noise", seed: int = 0) -> None:
+    def e2e_overwrite(self, layer: str, block: int, how: str = "noise") -> None:
         """Corrupt what one layer stores in one block.
 
         Args:
             layer: its name.
             block: block id of its group.
-            how: "noise" (normal, with the spread of what is there), "zero", or "block N" (what block N holds).
-            seed: of the noise.
+            how: "noise" (normal, with the spread of what is there), or "block N" (what block N holds).
         """
         import torch
 
         for tensor in self._e2e_parts(layer):
             target = tensor[block]
             if how == "noise":
-                generator = torch.Generator().manual_seed(seed)
+                generator = torch.Generator().manual_seed(0)
                 spread = target.float().std().clamp(min=1e-3)
                 target.copy_(torch.empty(target.shape).normal_(generator=generator) * spread)
-            elif how == "zero":
-                target.zero_()
             else:
                 target.copy_(tensor[int(how.removeprefix("block "))])
-
-    def e2e_digest(self, layer: str, block: int) -> str:
-        """Hash of the bytes that one layer stores in one block."""
-        import torch
-
-        digest = hashlib.sha256()
-        for tensor in self._e2e_parts(layer):
-            digest.update(tensor[block].contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
 
     def e2e_panic_once(self, module: str, owner: str, name: str) -> None:
         """Make the next call of a method raise an object that is not an Exception, as a panic of Rust is."""
@@ -122,20 +107,6 @@ class Extension:
             "files": len(os.listdir("/proc/self/fd")),  # noqa: PTH208
             "resident": resident,
         }
-
-    def e2e_memory(self) -> dict[str, int]:
-        """Memory in KiB that malloc has from the kernel for its heaps, uses of them, and has mapped separately; and the
-        number of blocks that Python uses."""
-        names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keep")
-
-        class Mallinfo2(ctypes.Structure):
-            _fields_ = [(name, ctypes.c_size_t) for name in names]
-
-        library = ctypes.CDLL(None)
-        library.mallinfo2.restype = Mallinfo2
-        found = library.mallinfo2()
-        kib = {"heap": found.arena >> 10, "heap_used": found.uordblks >> 10, "mapped": found.hblkhd >> 10}
-        return kib | {"python_blocks": sys.getallocatedblocks()}
 
     def e2e_connector(self, path: str = "") -> Any:
         """An attribute of the worker's connector by its dotted path, called if it is callable, as plain data."""
