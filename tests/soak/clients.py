@@ -16,10 +16,10 @@ from typing import Any
 
 from soak.census import MAX_TOKENS, Prompt
 from soak.fleet import Fleet, Slot
-from soak.front import Proxy
 from soak.journal import Journal
 from soak.judge import Outcome, Verdict, judge, outcome_of_error, shorten
 from support.engines import REMOTE_DECODE, Answer, EngineFailed
+from support.front import Proxy
 
 SAMPLES = {"temperature": 1.0, "top_k": 1}  # vLLM refuses several samples at temperature 0; these are as greedy
 KINDS = {

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 from soak.census import MAX_TOKENS, Prompt, take_census
 from soak.clients import PROXIED, Client, World
 from soak.fleet import Fleet, Slot, config
-from soak.front import Proxy
 from soak.hostile import Address, UntrustedClient
 from soak.hosts import Hosts, NoNamespaces
 from soak.journal import Journal
@@ -26,6 +25,7 @@ from soak.schedule import Event, schedule
 from soak.site import Site
 from support.engines import Engine, EngineFailed, Zygote, engines, free_port, make_models
 from support.engines.engine_process import CONSTANTS
+from support.front import Proxy
 from support.handoff import arguments, decode, noise, prefill
 from support.tokenizer import with_tokenizer
 
@@ -141,7 +141,7 @@ def run_model(run: Run, model: str) -> None:
         proxy = None
         if run.options.proxied:
             prefill_urls, decode_urls = ([url_of(slot) for slot in slots if slot.role == role] for role in "pd")
-            proxy = Proxy(run.folder / "proxy.log", prefill_urls, decode_urls)
+            proxy = Proxy(run.folder / "proxy.log", prefill_urls, decode_urls, "--tickets")
             stack.callback(proxy.close)
             proxy.ready()
         world = World(fleet, run.journal, proxy, prompts, 2 * noise(model), LEASE, run.options.limit)

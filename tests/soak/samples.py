@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import get_type_hints
 
 from soak.fleet import Slot, process_name
-from soak.front import Proxy
 from soak.journal import Journal
+from support.front import Proxy
 
 EVERY_SECONDS = 2.0
 

@@ -20,7 +20,6 @@ from soak import site
 from soak.census import BLOCK, draw_prompts
 from soak.clients import changed
 from soak.fleet import Fleet, Slot, read_counters
-from soak.front import Refused, answer_in, read_events
 from soak.journal import Journal, read_lines
 from soak.judge import (
     FILES,
@@ -38,6 +37,7 @@ from soak.report import report
 from soak.samples import Sample
 from soak.schedule import ALL, KINDS, OF_ALL, Event, schedule
 from support.engines import Answer, Engine, EngineFailed
+from support.front import Refused, answer_in, read_events
 
 PLAIN = Answer([5, 6, 7], [-1.0, -2.0, -3.0], [0.5, 0.5, 0.5], "length", None, None, 0, 0.1, 0.2)
 NOISE = 1e-4

@@ -23,11 +23,11 @@ class Refused(Exception):
 
 
 class Proxy:
-    """A process, and the port where it listens on loopback."""
+    """A process with these options, and the port where it listens on loopback."""
 
-    def __init__(self, log: Path, prefill: Iterable[str], decode: Iterable[str]) -> None:
+    def __init__(self, log: Path, prefill: Iterable[str], decode: Iterable[str], *options: str) -> None:
         self.port = free_port()
-        command = [engine_python(), "-m", "kvhma.proxy", "--tickets", "--port", str(self.port)]
+        command = [engine_python(), "-m", "kvhma.proxy", *options, "--port", str(self.port)]
         for option, urls in (("--prefill", prefill), ("--decode", decode)):
             command += [word for url in urls for word in (option, url)]
         with log.open("ab") as out:
