@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inspecting live engines: doctor and export ask them, a real Prometheus scrapes them for the dashboard."""
+"""``kvhma serve-pair`` with real engines, and what looks at them: doctor, export, traces, a real Prometheus."""
 
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import threading
-import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -27,7 +29,7 @@ import pytest
 from kvhma import Geometry
 from support.cli_run import cli
 from support.engines import free_port
-from support.engines.zygote import ENVIRONMENT, engine_python
+from support.engines.zygote import ENVIRONMENT, REPO, engine_python
 from support.handoff import prompts
 from support.monitoring import EXAMPLES, alert_queries, dashboard_queries, metrics_of
 from support.tokenizer import with_tokenizer
@@ -36,8 +38,35 @@ from support.waiting import until
 Models = Callable[[str], Path]
 
 OPTIONS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--kv-cache-memory-bytes", str(64 << 20))
-SEEN = {name: value for name, value in ENVIRONMENT.items() if "THREADS" not in name}
 PROMETHEUS = shutil.which("prometheus")
+needs_prometheus = pytest.mark.skipif(PROMETHEUS is None, reason="no prometheus: apt-get install prometheus")
+
+
+@contextmanager
+def serve_pair(*arguments: object, **environment: str) -> Iterator[tuple[int, list[str]]]:
+    """`kvhma serve-pair` as a user starts it, without settings for threads and cores: its process and the lines that
+    it prints. It ends well, with all that it has started."""
+    seen = {name: value for name, value in ENVIRONMENT.items() if "THREADS" not in name}
+    command = [engine_python(), "-c", "from kvhma.cli import main; main()", "serve-pair", *map(str, arguments)]
+    started: list[int] = []
+    with subprocess.Popen(
+        command, env={**os.environ, **seen, **environment}, cwd=REPO, stdout=PIPE, stderr=PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            said = [process.stdout.readline() for _ in range(5)]
+            assert said[0].startswith("ready:"), process.stderr.read() if process.stderr else ""
+            started += children(process.pid)
+            yield process.pid, said
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+    assert process.returncode == 0
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started))
+
+
+def children(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @dataclass(frozen=True)
@@ -96,32 +125,22 @@ def pair(zygote: object, tmp_path_factory: pytest.TempPathFactory, request: pyte
     folder = tmp_path_factory.mktemp("pair")
     make: Models = request.getfixturevalue("model")
     served, port = with_tokenizer(make("gemma3"), folder / "model"), free_port()
-    command = [engine_python(), "-c", "from kvhma.cli import main; main()", "serve-pair", "--port", str(port)]
-    command += ["--front", "proxy"]
     environment = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_BSP_SCHEDULE_DELAY": "500"}
     with pytest.MonkeyPatch.context() as patched, collector() as (endpoint, traces):
         patched.setenv("KVHMA_SECRET", "a secret of the pair and of the commands")
-        with subprocess.Popen(
-            [*command, "--logs", str(folder / "logs"), str(served), *OPTIONS, "--otlp-traces-endpoint", endpoint],
-            env={**os.environ, **SEEN, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as process:
-            try:
-                assert process.stdout is not None
-                ready = process.stdout.readline()
-                assert ready.startswith("ready:"), process.stderr.read() if process.stderr else ""
-                yield Pair(str(served), port, *ports(process.pid), traces)
-            finally:
-                process.send_signal(signal.SIGTERM)
-                process.wait(60)
+        arguments = ("--port", port, "--front", "proxy", "--logs", folder / "logs", served, *OPTIONS)
+        with serve_pair(*arguments, "--otlp-traces-endpoint", endpoint, **environment) as (pid, said):
+            assert said[0] == f"ready: http://127.0.0.1:{port}/v1\n"
+            assert len(children(pid)) == 4, "P, D, the proxy, and the process that ends them if this one is killed"
+            http, side = ports(pid)
+            assert re.search(r"http://\S+/metrics", said[2])[0] == f"http://127.0.0.1:{http['D']}/metrics"
+            yield Pair(str(served), port, http, side, traces)
 
 
 def ports(pid: int) -> tuple[dict[str, int], dict[str, int]]:
     """The ports of the engines' servers and of their side channels, by P and D, from how they were started."""
     http, side = {}, {}
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+    for child in children(pid):
         words = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
         if "--kv-transfer-config" in words:
             config = json.loads(words[words.index("--kv-transfer-config") + 1])
@@ -174,14 +193,12 @@ def test_a_load_is_in_the_clients_trace(pair: Pair) -> None:
     (plain, prompt) = prompts("traced", [120, 130])
     names = [b"kvhma.load", *(b"kvhma." + name for name in (b"claim", b"plan", b"post", b"read", b"check"))]
     pair.ask(plain)
-    time.sleep(3)
-    assert not any(names[0] in data for data in pair.traces)
     trace = random.randbytes(16)
     pair.ask(prompt, traceparent=f"00-{trace.hex()}-{random.randbytes(8).hex()}-01")
     until(lambda: all(any(name in data for data in pair.traces) for name in (*names, b"llm_request")))
     (data,) = [data for data in pair.traces if names[0] in data]
     assert data.count(trace) >= 6
-    assert all(name in data for name in names)
+    assert [data.count(name) for name in names] == [1] * len(names)
 
 
 def test_every_metric_that_is_named_is_there(pair: Pair) -> None:
@@ -198,17 +215,12 @@ def test_every_metric_that_is_named_is_there(pair: Pair) -> None:
 
 
 @contextmanager
-def prometheus(pair: Pair, folder: Path) -> Iterator[str]:
-    """The address of a Prometheus that runs with the example's configuration, at other ports and every second."""
-    config = (EXAMPLES / "prometheus/prometheus.yml").read_text()
-    for old, new in ((8100, pair.http["P"]), (8200, pair.http["D"])):
-        config = config.replace(f"localhost:{old}", f"127.0.0.1:{new}")
-    (folder / "prometheus.yml").write_text(config.replace("interval: 10s", "interval: 1s"))
-    shutil.copy(EXAMPLES / "prometheus/kvhma-alerts.yml", folder)
+def prometheus(words: Sequence[object], folder: Path) -> Iterator[str]:
+    """The address of a Prometheus that runs with these options."""
     address = f"127.0.0.1:{free_port()}"
-    command = [str(PROMETHEUS), f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([*command, f"--web.listen-address={address}"], stdout=log, stderr=log, cwd=folder)
+        command = [str(PROMETHEUS), *map(str, words), f"--web.listen-address={address}"]
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
     try:
         yield f"http://{address}/api/v1/"
     finally:
@@ -223,30 +235,88 @@ def get(url: str, **parameters: str) -> Any:
     return form["data"]
 
 
-@pytest.mark.skipif(PROMETHEUS is None, reason="no prometheus: apt-get install prometheus")
+@needs_prometheus
 def test_the_dashboard_shows_hand_offs(pair: Pair, tmp_path: Path) -> None:
     """Every query is evaluated over live engines, and has data if its metrics have samples; a failed load alerts."""
-    with prometheus(pair, tmp_path) as api:
+    # The example's configuration, at other ports and every second.
+    config = (EXAMPLES / "prometheus/prometheus.yml").read_text()
+    for old, new in ((8100, pair.http["P"]), (8200, pair.http["D"])):
+        config = config.replace(f"localhost:{old}", f"127.0.0.1:{new}")
+    (tmp_path / "prometheus.yml").write_text(config.replace("interval: 10s", "interval: 1s"))
+    shutil.copy(EXAMPLES / "prometheus/kvhma-alerts.yml", tmp_path)
+    options = [f"--config.file={tmp_path / 'prometheus.yml'}", f"--storage.tsdb.path={tmp_path / 'data'}"]
+    with prometheus(options, tmp_path) as api:
+
+        def shown() -> dict[tuple[str, str], list[Any]]:
+            found = {}
+            for title, query in dashboard_queries():
+                asked = query.replace("$__rate_interval", "30s").replace("$instance", ".*").replace("$model", ".*")
+                found[title, query] = get(api + "query", query=asked)["result"]
+            return found
+
+        def moved() -> set[str]:
+            return {title for (title, _), of in shown().items() if any(float(one["value"][1]) > 0 for one in of)}
+
+        def wrong() -> list[tuple[str, str]]:
+            """Queries that have data although their metrics have no samples, or none although they have."""
+            samples = set(re.findall(r"^[\w:]+", "\n".join(map(metrics, pair.http.values())), re.MULTILINE))
+            return [key for key, of in shown().items() if bool(of) != (set(metrics_of(key[1])) <= samples)]
+
         until(lambda: ready(api))
-        for index, prompt in enumerate(prompts("dashboard", [90 + index for index in range(12)])):
-            (pair.complete if index % 2 else pair.stream)(prompt)
-            time.sleep(0.5)
-        wrong = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_host": "127.0.0.1", "remote_port": 1}
-        pair.ask([1, 2, 3, 4, 5], pair.http["D"], kv_transfer_params=wrong)
+        more = itertools.count(90)
+        until(
+            lambda: {"Loads", "Bytes", "Tokens", "Load", "Tokens of prompts", "Bytes of a group"} <= moved(),
+            lambda: [of(*prompts("dashboard", [next(more)])) for of in (pair.complete, pair.stream)],
+        )
+        failing = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_host": "127.0.0.1", "remote_port": 1}
+        pair.ask([1, 2, 3, 4, 5], pair.http["D"], kv_transfer_params=failing)
         until(lambda: get(api + "query", query="vllm:kvhma_failed_loads_total")["result"])
-        time.sleep(3)
-        lines = "\n".join(map(metrics, pair.http.values()))
-        samples = set(re.findall(r"^[\w:]+", lines, re.MULTILINE))
-        shown = {}
-        for title, query in dashboard_queries():
-            asked = query.replace("$__rate_interval", "30s").replace("$instance", ".*").replace("$model", ".*")
-            shown[title, query] = get(api + "query", query=asked)["result"]
-        for (title, query), result in shown.items():
-            assert bool(result) == (set(metrics_of(query)) <= samples), (title, query)
-        moved = {title for (title, _), result in shown.items() if any(float(one["value"][1]) > 0 for one in result)}
-        assert {"Loads", "Bytes", "Tokens", "Load", "Tokens of prompts", "Bytes of a group"} <= moved
+        until(lambda: not wrong())
         until(lambda: "KvhmaLoadsFail" in firing(api))
         assert firing(api) == {"KvhmaLoadsFail"}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not (REPO / "models").is_dir(), reason="make real-model writes a real model")
+def test_the_start_page_ends_with_its_answer(tmp_path: Path) -> None:
+    """The command for CPUs, and the request as it is on the page, but for the port."""
+    page = (REPO / "docs/start.md").read_text(encoding="utf-8")
+    (started,) = re.findall(r"^kvhma serve-pair (.* --dtype float32 .*)$", page, re.MULTILINE)
+    asked, shown = re.search(
+        r"^(curl .*/chat/completions .*)\n```\n[^`]*`content`:\n\n```text\n(.*)\n```$", page, re.M
+    ).groups()
+    port = free_port()
+    with serve_pair("--port", port, "--logs", tmp_path / "logs", *started.split()) as (_, said):
+        run = subprocess.run(shlex.split(asked.replace(":8000", f":{port}")), capture_output=True, check=True)
+        assert json.loads(run.stdout)["choices"][0]["message"]["content"] == shown
+        (look,) = re.findall(r"curl -s http://.*", said[2])
+        counted = subprocess.run(look, shell=True, capture_output=True, text=True, check=True).stdout
+        assert counted.split()[-1] == "1.0", "the page's number"
+        if PROMETHEUS is not None:
+            assert scraped(page, said[3].split()[-1], tmp_path) == {"prefill": "1", "decode": "1"}
+
+
+def scraped(page: str, config: str, folder: Path) -> dict[str, str]:
+    """Run the page's Prometheus at another port until its graphs have data; return which processes it reaches."""
+    (words,) = re.findall(r"^prometheus (.*) --web.listen-address=127.0.0.1:9091$", page, re.MULTILINE)
+    (graphs,) = re.findall(r"\(http://127\.0\.0\.1:9091/graph\?(.*)\)", page)
+    asked = [values[0] for name, values in urllib.parse.parse_qs(graphs).items() if name.endswith(".expr")]
+    assert len(asked) == 2
+    for old, new in {"$PROMETHEUS_CONFIG": config, "path=metrics": f"path={folder / 'metrics'}"}.items():
+        assert old in words
+        words = words.replace(old, new)
+    with prometheus(words.split(), folder) as api:
+
+        def found(query: str) -> list[dict[str, Any]]:
+            with suppress(OSError):
+                return list(get(api + "query", query=query)["result"])
+            return []
+
+        until(lambda: all(map(found, asked)))
+        graph = f"{api.removesuffix('api/v1/')}graph?{graphs}"
+        with urllib.request.urlopen(graph, timeout=10) as page_of_graphs:
+            assert page_of_graphs.url.endswith(graphs), "a redirection keeps the queries"
+        return {one["metric"]["job"]: one["value"][1] for one in found("up")}
 
 
 def ready(api: str) -> bool:
