@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,6 +16,7 @@ from support.engines import REMOTE_DECODE, Answer, Engine, Zygote, engines
 from support.engines.engine import free_port
 from support.engines.tiny import MODELS
 from support.handoff import all_free, arguments, computed, failures, hand_over, kvhma, loads, prefill, prompts, same
+from support.waiting import until
 
 Models = Callable[[str], Path]
 STEP = {"max_num_batched_tokens": 100}
@@ -49,16 +48,21 @@ class Pair:
         params = {"do_remote_prefill": True, "kvhma_ticket": ticket, **self.address}
         return self.d.generate(prompt, kv_transfer_params=params, **({"max_tokens": 16} | more))
 
-    def both(self, prompt: Sequence[int], *, first: str = "p", pause: float = 0.0) -> Future[Answer]:
+    def both(self, prompt: Sequence[int], *, first: str = "p") -> Future[Answer]:
         """Ask both; return D's answer."""
         ticket = new_ticket()
-        asked = [lambda: self.compute(prompt, ticket), lambda: self.follow(prompt, ticket)]
+        if first == "p":
+            self.compute(prompt, ticket)
+        answer = self.follow(prompt, ticket)
         if first == "d":
-            asked.reverse()
-        answers = [asked[0]()]
-        time.sleep(pause)
-        answers.append(asked[1]())
-        return answers[first == "p"]
+            self.compute(prompt, ticket)
+        return answer
+
+    def right(self, name: str, plain: Engine, lengths: Sequence[int]) -> None:
+        """Ask both for prompts of some lengths, one after the other, and compare each with the plain engine."""
+        for prompt in prompts((name, self.p.log.stem), lengths):
+            expected = plain.generate(prompt, max_tokens=16).result()
+            same(name, self.both(prompt).result(), expected, len(prompt))
 
     def pieces(self) -> int:
         return int(self.d.sample("vllm:kvhma_pieces_total"))
@@ -105,9 +109,7 @@ def test_one_rank_to_two_and_back(name: str, zygote: Zygote, model: Models, tmp_
     with engines(zygote, model(name), tmp_path, **settings) as (one, two_ranks, plain):
         for p, d in ((one, two_ranks), (two_ranks, one)):
             pair = Pair(p, d)
-            for prompt in prompts((name, p is one), [33, 601, 1001]):
-                expected = plain.generate(prompt, max_tokens=16).result()
-                same(name, pair.both(prompt).result(), expected, len(prompt))
+            pair.right(name, plain, [33, 601, 1001])
             assert pair.pieces() > 0
         for engine in (one, two_ranks):
             all_free(engine)
@@ -123,9 +125,7 @@ def test_other_block_sizes(name: str, mine: int, theirs: int, zygote: Zygote, mo
     }
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
         pair = Pair(p, d)
-        for prompt in prompts(name, [95, 401, 1001]):
-            expected = plain.generate(prompt, max_tokens=16).result()
-            same(name, pair.both(prompt).result(), expected, len(prompt))
+        pair.right(name, plain, [95, 401, 1001])
         assert pair.pieces() > 0
 
 
@@ -204,10 +204,17 @@ def test_d_that_comes_late_or_early(zygote: Zygote, model: Models, tmp_path: Pat
     settings = {"p": kvhma(name, **STEP), "d": kvhma(name, constants=SMALL), "plain": arguments(name, **STEP)}
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
         pair = Pair(p, d)
-        for first in ("p", "d"):
-            (prompt,) = prompts((name, first), [601])
-            expected = plain.generate(prompt, max_tokens=16).result()
-            same(name, pair.both(prompt, first=first, pause=1.0).result(), expected, first)
+        late, early = prompts((name, "late"), [601, 601])
+        expected = [plain.generate(prompt, max_tokens=16).result() for prompt in (late, early)]
+        ticket = new_ticket()
+        pair.compute(late, ticket).result()
+        same(name, pair.follow(late, ticket).result(), expected[0], "P has finished")
+        assert pair.ended("late") == 1
+        ticket = new_ticket()
+        answer = pair.follow(early, ticket)
+        until(lambda: d.state()["requests"])
+        pair.compute(early, ticket)
+        same(name, answer.result(), expected[1], "D has waited")
         assert pair.ended("late") == 1
         # The proxy that draws no tickets meets the same engines.
         (prompt,) = prompts((name, "plain"), [601])
@@ -221,12 +228,13 @@ def test_clients_that_hang_up(zygote: Zygote, model: Models, tmp_path: Path) -> 
     name = "gemma3"
     with engines(zygote, model(name), tmp_path, p=kvhma(name, **STEP), d=kvhma(name, constants=SMALL)) as (p, d):
         pair = Pair(p, d)
-        for index, pause in enumerate([0.0, 0.005, 0.02, 0.05, 0.1] * 2):
+        for index, turns in enumerate([0, 1, 4, 8, 16] * 2):
             (prompt,) = prompts((name, index), [1601])
             ticket = new_ticket()
             at_p = pair.compute(prompt, ticket, request_id=f"p{index}")
             at_d = pair.follow(prompt, ticket, request_id=f"d{index}")
-            time.sleep(pause)
+            for _ in range(turns):
+                d.state()  # a turn of D's engine
             if index % 2:
                 p.abort(f"p{index}")
                 assert at_d.result().finish_reason in ("error", "length")
@@ -238,49 +246,30 @@ def test_clients_that_hang_up(zygote: Zygote, model: Models, tmp_path: Path) -> 
             all_free(engine)
 
 
-def test_engines_that_die(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """With the policy `recompute` D answers all the same; P frees the blocks when its reader is gone."""
-    name = "gemma3"
-    extra = {"kv_lease_duration": 3, "handshake_timeout": 1}
-    settings = {
-        "p": kvhma(name, extra=extra, **STEP),
-        "d": kvhma(name, policy="recompute", extra=extra, constants=SMALL),
-        "other": kvhma(name, extra=extra, constants=SMALL),
-        "plain": arguments(name, **STEP),
-    }
-    with engines(zygote, model(name), tmp_path, **settings) as (p, d, other, plain):
-        (prompt,) = prompts(name, [1601])
-        expected = plain.generate(prompt, max_tokens=16).result()
-        pair = Pair(p, other)
-        ticket = new_ticket()
-        at_p, _ = pair.compute(prompt, ticket), pair.follow(prompt, ticket)
-        other.kill()
-        at_p.result()
-        all_free(p)
-        pair = Pair(p, d)
-        ticket = new_ticket()
-        answer = pair.follow(prompt, ticket)
-        pair.compute(prompt, ticket)
-        threading.Timer(0.05, p.kill).start()
-        same(name, answer.result(), expected, "P is gone")
-        all_free(d)
-
-
 def test_p_that_is_killed_in_each_phase(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """While D waits for it, before and after its first piece, and when it has finished: D computes the lost part."""
+    """While D waits for it, before and after its first piece, and when it has finished: D computes the lost part.
+
+    Before that another D is killed, and P frees the blocks that it followed.
+    """
     name = "gemma3"
     extra = {"kv_lease_duration": 3, "handshake_timeout": 1}
     settings = {f"p{phase}": kvhma(name, extra=extra, **SLOW) for phase in range(3)}
+    settings |= {"other": kvhma(name, extra=extra, constants=SMALL)}
     settings |= {"d": kvhma(name, policy="recompute", extra=extra, constants=SMALL), "plain": arguments(name, **STEP)}
-    with engines(zygote, model(name), tmp_path, **settings) as (*ps, d, plain):
+    with engines(zygote, model(name), tmp_path, **settings) as (*ps, other, d, plain):
         (prompt,) = prompts(name, [1601])
         expected = plain.generate(prompt, max_tokens=16).result()
+        pair, ticket = Pair(ps[0], other), new_ticket()
+        at_p, _ = pair.compute(prompt, ticket), pair.follow(prompt, ticket)
+        other.kill()
+        at_p.result()
+        all_free(ps[0])
         for phase, p in enumerate(ps):
             pair, ticket = Pair(p, d), new_ticket()
             answer = pair.follow(prompt, ticket, timeout=300)
             at_p = pair.compute(prompt, ticket) if phase else None
             if phase == 0:
-                time.sleep(0.2)
+                until(lambda: d.state()["requests"])
             while phase == 1 and not read_pieces(d):
                 assert at_p is not None
                 assert not at_p.done()
@@ -317,7 +306,7 @@ def test_p_that_begins_anew_at_the_same_address(zygote: Zygote, model: Models, t
         all_free(d)
 
 
-def test_a_ticket_that_p_never_hears_of(zygote: Zygote, model: Models, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_ticket_that_p_never_hears_of(zygote: Zygote, model: Models, tmp_path: Path) -> None:
     name = "llama"
     with engines(
         zygote,
@@ -363,9 +352,7 @@ def test_digests_of_what_was_read_in_pieces(
     with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
         pair = Pair(p, d)
         before = compared(d, "match")
-        for prompt in prompts((name, ranks), [33, 401, 1001]):
-            expected = plain.generate(prompt, max_tokens=16).result()
-            same(name, pair.both(prompt).result(), expected, len(prompt))
+        pair.right(name, plain, [33, 401, 1001])
         assert pair.pieces() > 0
         assert (compared(d, "match") - before, compared(d, "mismatch")) == (3, 0)
         (prompt,) = prompts((name, ranks, "spoilt"), [2401])
