@@ -297,10 +297,7 @@ PAIRS = (
     ),
     Feature(
         "P restarted, killed",
-        engine=(
-            "e2e/test_failures.py::test_p_killed_before_during_and_after_and_restarted",
-            "e2e/test_traffic.py::test_p_restarts_in_the_middle_of_traffic",
-        ),
+        engine=("e2e/test_failures.py::test_p_killed_before_during_and_after_and_restarted",),
         processes=("nixl/test_nixl_processes.py::test_a_restart_nobody_noticed",),
         upstream="D recomputes or fails",
     ),
@@ -347,10 +344,7 @@ REQUESTS = (
     ),
     Feature(
         "LoRA",
-        engine=(
-            "e2e/test_readers.py::test_an_adapter_on_one_side",
-            "e2e/test_deployments.py::test_adapters_that_have_other_numbers",
-        ),
+        engine=("e2e/test_deployments.py::test_adapters_that_have_other_numbers",),
         imitation=("connector/test_adapters.py::test_equal_files_under_two_paths",),
         upstream="yes",
     ),
@@ -419,7 +413,7 @@ ENGINES = (
     Feature(
         "two hosts, a proxy",
         engine=(
-            "e2e/test_namespaces.py::test_two_hosts",
+            "e2e/test_network_faults.py::test_loss_and_a_partition",
             "e2e/test_http.py::test_the_proxy",
         ),
         upstream="yes",

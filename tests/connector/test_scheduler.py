@@ -299,6 +299,18 @@ def test_parameters_that_cannot_be_read_fail_the_load(d, params, text):
     assert text in failure_of(d, asked).text
 
 
+@pytest.mark.parametrize("key", ["do_remote_decode", "do_remote_prefill", "x"])
+@pytest.mark.parametrize(
+    "value", [None, "", "x", 7, -1, [], {}, [[1]] * 1000, {"a": None}, 10**30, float("nan")], ids=repr
+)
+def test_p_goes_on_whatever_a_client_says_of_its_role(p, d, key, value):
+    odd = added(p, {"do_remote_decode": key == "x"} | {key: value})
+    p.matched_tokens(odd, 0)
+    p.on_step(STEP)
+    p.on_request_finished(odd, tables(p))
+    load(d, added(d, finished_at(p)))
+
+
 def changed(what, asked):
     """Make another prompt of a request."""
     if what == "tokens":

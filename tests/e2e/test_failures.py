@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,18 +30,6 @@ from support.waiting import until
 
 Models = Callable[[str], Path]
 QUICK = {"handshake_timeout": 3}
-
-
-def replacement(engine: Engine, log: Path) -> Engine:
-    """An engine like another one, at the same ports."""
-    return Engine(
-        engine.zygote,
-        engine.model_dir,
-        log,
-        kv_transfer_config=engine.kv_transfer_config,
-        env=engine.env,
-        engine_args=engine.engine_args,
-    )
 
 
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.smoke), "nemotron_h"])
@@ -85,7 +71,7 @@ def test_p_killed_before_during_and_after_and_restarted(
         all_free(d)
         all_free(strict)
 
-        with replacement(p, tmp_path / "p-again.log") as second:
+        with replace(p, log=tmp_path / "p-again.log") as second:
             for engine in (d, strict):
                 same(name, hand_over(second, engine, again), expected[tuple(again)], "after a restart")
             # The second P does not hold what the first P promised, with any content in these blocks.
@@ -140,22 +126,6 @@ def test_leases(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> Non
         all_free(p)
 
 
-def test_a_scheduler_of_p_that_does_not_answer_after_the_read(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    name = "llama"
-    settings = {"p": kvhma(name), "d": kvhma(name, extra=QUICK), "r": kvhma(name, policy="recompute", extra=QUICK)}
-    with engines(zygote, model(name), tmp_path, **settings) as (p, d, r):
-        prompt, other = prompts(name, [301] * 2)
-        expected = d.generate(prompt, max_tokens=16).result()
-        same(name, hand_over(p, d, prompt), expected)
-        assert (loads(d), failures(d, "expired")) == (1, 0)
-        # P's worker still serves reads, but its scheduler, which could confirm the lease, is stopped.
-        told = prefill(p, prompt)
-        same(name, hand_over(p, r, other), r.generate(other, max_tokens=16).result())
-        listener = {**told, "remote_port": free_port()}
-        assert decode(d, prompt, listener).result().finish_reason == "error"
-        all_free(d)
-
-
 def test_given_up_in_any_phase(zygote: Zygote, model: Models, tmp_path: Path) -> None:
     name = "nemotron_h"
     settings = {"p": kvhma(name), "d": kvhma(name, extra=QUICK, policy="recompute"), "plain": arguments(name)}
@@ -188,34 +158,21 @@ def test_given_up_in_any_phase(zygote: Zygote, model: Models, tmp_path: Path) ->
 
         # P stalls in the handshake: D's request is cancelled, and its blocks are freed when the handshake fails.
         told = prefill(p, good)
-        with frozen(p):
+        p.pause()
+        try:
             answer = decode(d, good, told | {"remote_host": "127.0.0.1"}, request_id="frozen")
             until(lambda: is_known(d, "frozen"))
             d.abort("frozen")
             answer.result()
             all_free(d)
+        finally:
+            p.go_on()
         all_free(p)
 
 
 def is_known(engine: Engine, request_id: str) -> bool:
     """Whether a request has reached an engine and has not ended; vLLM may add to its name."""
     return any(name.startswith(request_id) for name in engine.state()["requests"])
-
-
-def frozen(engine: Engine) -> Any:
-    """All processes of an engine are stopped while this is open."""
-
-    class Frozen:
-        def __enter__(self) -> None:
-            self.pids = engine.pids()
-            for pid in self.pids:
-                os.kill(pid, signal.SIGSTOP)
-
-        def __exit__(self, *_: object) -> None:
-            for pid in self.pids:
-                os.kill(pid, signal.SIGCONT)
-
-    return Frozen()
 
 
 @pytest.mark.smoke
@@ -260,7 +217,7 @@ def test_engines_that_are_connected_before_the_first_request(zygote: Zygote, mod
         compare("gemma3", p, d, plain, [301])
         assert d.sample("vllm:kvhma_handshakes_total") == 1
         p.kill()
-        again = replacement(p, tmp_path / "again.log").start().ready()
+        again = replace(p, log=tmp_path / "again.log").start().ready()
         try:
             connected(d, first)
             compare("gemma3", again, d, plain, [300])

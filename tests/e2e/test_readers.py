@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several readers of one prompt, readers that fail, and parameters of another prompt or model."""
+"""Several readers of one prompt, other weights, and log-probabilities of a prompt."""
 
 from __future__ import annotations
 
-import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,12 +23,10 @@ from support.handoff import (
     prompts,
     same,
 )
-from support.waiting import until
-from support.weights import adapter, fine_tune
+from support.weights import fine_tune
 
 Models = Callable[[str], Path]
 MANY = {"temperature": 1.0, "top_k": 1}  # vLLM refuses several samples at temperature 0; these are as greedy
-GRACE = 2.5
 
 
 @pytest.mark.parametrize("name", ["gemma3", "nemotron_h"])
@@ -67,112 +63,13 @@ def test_samples_of_one_prompt(name: str, zygote: Zygote, model: Models, tmp_pat
 
         params = prefill(p, late)
         same(name, decode(d, late, params, request_id="0_late").result(), expected[33])
-        time.sleep(GRACE)
-        all_free(p)
+        all_free(p)  # after the time for late readers
         before = computed(e, "late_reader")
         same(name, decode(e, late, params, request_id="1_late").result(), expected[33], "long after the first")
         assert computed(e, "late_reader") == before + 1
         assert failures(d, "expired") == failures(e, "expired") == 0
         for engine in (p, d, e):
             all_free(engine)
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize(("name", "policy"), [("gemma3", "recompute"), ("nemotron_h", "fail")])
-def test_another_prompts_parameters(name: str, policy: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    settings = {"p": kvhma(name), "d": kvhma(name, policy=policy), "plain": arguments(name)}
-    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
-        right, longer, shorter = prompts(name, [301, 400, 150])
-        params = prefill(p, right)
-        for number, other in enumerate((longer, shorter, [*right[:150], 1, *right[151:]]), 1):
-            got = decode(d, other, params).result()
-            assert loads(d) == 0
-            if policy == "fail":
-                assert (got.finish_reason, failures(d, "other_prompt")) == ("error", number)
-            else:
-                same(name, got, plain.generate(other, max_tokens=16).result(), "another prompt")
-                assert computed(d, "other_prompt") == number
-        assert len(p.state()["requests"]) == 1
-        same(name, decode(d, right, params).result(), plain.generate(right, max_tokens=16).result(), "the right one")
-        assert loads(d) == 1
-        all_free(p)
-
-
-def test_the_same_parameters_after_a_first_engine_failed_or_died(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    name = "gemma3"
-    lease = 4.0
-    narrow = {"dtype": "bfloat16"}  # the others use float32, so they cannot read its caches
-    settings = {
-        "p": kvhma(name, extra={"kv_lease_duration": lease}),
-        "unlike": kvhma(name, **narrow),
-        "dies": kvhma(name, max_num_seqs=1),
-        "d": kvhma(name),
-        "plain": arguments(name),
-    }
-    with engines(zygote, model(name), tmp_path, **settings) as (p, unlike, dies, d, plain):
-        first, second = prompts(name, [301, 150])
-        expected = [plain.generate(prompt, max_tokens=16).result() for prompt in (first, second)]
-        params = prefill(p, first)
-        assert decode(unlike, first, params).result().finish_reason == "error"
-        assert failures(unlike, "unsupported") == 1
-        same(name, decode(d, first, params).result(), expected[0], "after another one failed")
-        all_free(p)
-
-        params = prefill(p, second)
-        dies.generate(first, max_tokens=2000)
-        answer = decode(dies, second, params)  # it waits for the other request, and claims the blocks meanwhile
-        until(lambda: "readers={}" not in str(p.core("e2e_connector", "_scheduler.context.leases._held")))
-        dies.kill()
-        assert answer.exception(10) is not None
-        same(name, decode(d, second, params).result(), expected[1], "after another one died")
-        p.idle(lease + 10)
-        assert loads(d) == 2
-
-
-def test_an_adapter_on_one_side(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    name = "llama"
-    tuned = ("fine", adapter(tmp_path / "adapter", layers=3, hidden=128))
-    able = {"enable_lora": True, "max_lora_rank": 8, "enable_prefix_caching": True}
-    settings = {
-        "p": kvhma(name, **able),
-        "d": kvhma(name, policy="recompute", **able),
-        "plain": arguments(name, enable_lora=True),
-    }
-    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
-        one, other, both = prompts(name, [301, 300, 299])
-        expected = {
-            (len(prompt), with_it is not None): plain.generate(prompt, max_tokens=16, adapter=with_it).result()
-            for prompt in (one, other, both)
-            for with_it in (None, tuned)
-        }
-        apart = abs(expected[301, True].logprobs[0] - expected[301, False].logprobs[0])
-        assert apart > 100 * noise(name), "an adapter that changes nothing proves nothing"
-        for prompt, at_p, at_d in ((one, tuned, None), (other, None, tuned)):
-            got = decode(d, prompt, prefill(p, prompt, adapter=at_p), adapter=at_d).result()
-            same(name, got, expected[len(prompt), at_d is not None], "adapter on one side")
-            again = d.generate(prompt, max_tokens=16, adapter=at_d).result()
-            same(name, again, expected[len(prompt), at_d is not None], "the next request")
-        assert (loads(d), computed(d, "other_prompt")) == (0, 2)
-        got = decode(d, both, prefill(p, both, adapter=tuned), adapter=tuned).result()
-        same(name, got, expected[299, True], "adapter on both sides")
-        assert loads(d) == 1
-
-        copied = ("fine", shutil.copytree(tuned[1], tmp_path / "copy"))
-        (prompt,) = prompts("copied", [298])
-        right = plain.generate(prompt, max_tokens=16, adapter=tuned).result()
-        same(name, decode(d, prompt, prefill(p, prompt, adapter=tuned), adapter=copied).result(), right, "another path")
-        assert loads(d) == 2
-
-        # D loads what the files have now. P still has what they had, and cannot know whether it does.
-        late = ("late", adapter(tmp_path / "late", layers=3, hidden=128, seed=2))
-        before, after = prompts("late", [297, 296])
-        params = prefill(p, before, adapter=late)
-        shutil.rmtree(late[1])
-        adapter(late[1], layers=3, hidden=128, seed=3)
-        for prompt, given in ((before, params), (after, prefill(p, after, adapter=late))):
-            right = plain.generate(prompt, max_tokens=16, adapter=late).result()
-            same(name, decode(d, prompt, given, adapter=late).result(), right, "its files changed")
-        assert (loads(d), computed(d, "other_prompt")) == (2, 4)
 
 
 def test_other_weights(zygote: Zygote, model: Models, tmp_path: Path) -> None:
@@ -201,22 +98,6 @@ def test_other_weights(zygote: Zygote, model: Models, tmp_path: Path) -> None:
                 assert (loads(engine), failures(engine, "unsupported")) == (0, 1)
             for log in ("p", "q", "strict", "vouched"):
                 assert "weights of the model are" in (tmp_path / f"{log}.log").read_text()
-
-
-def test_other_paths_of_one_model(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """The operators name it."""
-    name = "gemma3"
-    copy = shutil.copytree(model(name), tmp_path / "copy")
-    named = {"extra": {"model_id": "mine"}}
-    with (
-        engines(zygote, model(name), tmp_path, p=kvhma(name, **named), plain=arguments(name)) as (p, plain),
-        engines(zygote, copy, tmp_path, d=kvhma(name, **named), strict=kvhma(name)) as (d, strict),
-    ):
-        (prompt,) = prompts(name, [301])
-        same(name, hand_over(p, d, prompt), plain.generate(prompt, max_tokens=16).result(), "under another path")
-        assert loads(d) == 1
-        assert hand_over(p, strict, prompt).finish_reason == "error"
-        assert f"model of the model is {str(copy)!r} here" in (tmp_path / "strict.log").read_text()
 
 
 @pytest.mark.smoke

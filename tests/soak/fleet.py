@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,17 +69,8 @@ class Slot:
     def start(self) -> Slot:
         """Start the first or next life, without waiting."""
         self.life += 1
-        old = self.template
-        self.engine = Engine(
-            old.zygote,
-            old.model_dir,
-            old.log.with_name(f"{self.name}-{self.life}.log"),
-            kv_transfer_config=old.kv_transfer_config,
-            tensor_parallel_size=old.tensor_parallel_size,
-            env=old.env,
-            http=old.http,
-            engine_args=old.engine_args,
-        ).start()
+        log = self.template.log.with_name(f"{self.name}-{self.life}.log")
+        self.engine = replace(self.template, log=log).start()
         self.journal.note("starts", engine=self.name, life=self.life, group=self.engine.pid)
         return self
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import threading
 from typing import Any
@@ -84,17 +83,6 @@ class Extension:
                 target.copy_(torch.empty(target.shape).normal_(generator=generator) * spread)
             else:
                 target.copy_(tensor[int(how.removeprefix("block "))])
-
-    def e2e_panic_once(self, module: str, owner: str, name: str) -> None:
-        """Make the next call of a method raise an object that is not an Exception, as a panic of Rust is."""
-        kind = getattr(importlib.import_module(module), owner)
-        function = getattr(kind, name)
-
-        def panics(*args: Any, **more: Any) -> Any:
-            setattr(kind, name, function)
-            raise BaseException("a panic")
-
-        setattr(kind, name, panics)
 
     def e2e_census(self) -> dict[str, Any]:
         """Resources of this process: threads (Python's by name, all by number), open files, resident bytes."""
