@@ -22,7 +22,7 @@ class Feature:
     Attributes:
         name: the users' name for it.
         engine: tests that run it in real engines, and compare the answers with a plain engine's.
-        processes: tests that run it with real NIXL, between agents or processes, without an engine's forward pass.
+        processes: tests that run it with real NIXL, most between agents of one process, without a forward pass.
         imitation: tests with vLLM's own classes, or with imitated writers, devices and peers.
         refused: tests that show a typed error.
         upstream: what vLLM's NixlConnector does.

@@ -69,8 +69,8 @@ zygote = Zygote(Path({str(tmp_path / "zygote.log")!r}))
 engine = Engine(zygote, Path({str(model("llama"))!r}), Path({str(tmp_path / "engine.log")!r})).start().ready()
 engine.generate(list(range(100)), max_tokens=2000)
 print(*engine.pids(), zygote._process.pid, flush=True)
-import time
-time.sleep(600)
+import signal
+signal.pause()
 """
     with subprocess.Popen(
         [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": str(TESTS)}, stdout=subprocess.PIPE, text=True

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every way in which two engines can differ, between processes over NIXL: bytes, counts and which ranks are read."""
+"""Every way in which two engines can differ, over NIXL: bytes, counts and which ranks are read."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import kvhma
 from kvhma import Axis, Geometry, Group, Layer, Page, Part, Region
 from kvhma.models import Model, State
 from kvhma.models.vllm_layout import LayoutOptions, layout
-from support.ranks import ENCODINGS, Moved, Ranks, ranks_of_two_engines
+from support.ranks import ENCODINGS, Moved, Ranks
 from support.tables import draw_tables
 
 pytestmark = pytest.mark.nixl
@@ -186,7 +187,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    with ranks_of_two_engines(RANKS) as ranks:
+    with contextlib.closing(Ranks(RANKS)) as ranks:
         yield ranks
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every model of the table from process to process over NIXL: all layers, real page sizes, few blocks."""
+"""Every model of the table from rank to rank over NIXL: all layers, real page sizes, few blocks."""
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,26 +12,20 @@ import kvhma
 from kvhma.errors import LayoutError
 from kvhma.models import Model, model, models
 from kvhma.models.vllm_layout import LayoutOptions, layout
-from support.ranks import ENCODINGS, Moved, Ranks, ranks_of_two_engines
+from support.ranks import ENCODINGS, Moved, Ranks
 from support.summary import summary
 from support.tables import count_blocks, draw_tables
 
 pytestmark = pytest.mark.nixl
 
 CACHE_BYTES = 32 << 20
-"""Bytes of one process, if possible. If a model needs more, one rank of several replaces the only rank."""
+"""Bytes of one rank, if possible. If a model needs more, one rank of several replaces the only rank."""
 
 MANY_TENSORS = 16
 """With more blocks they are one region, as in real engines: the oracle makes other stale bytes for each region."""
 
 SPARE = 1
 """Blocks of other requests, apart from the null block."""
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with ranks_of_two_engines() as ranks:
-        yield ranks
 
 
 def rank_of(one: Model, num_blocks: int, tp_size: int) -> kvhma.Geometry:
@@ -75,7 +69,7 @@ def scaled(one: Model) -> tuple[kvhma.Geometry, int]:
 
 
 @pytest.mark.parametrize("name", models())
-def test_model(ranks: Ranks, name: str) -> None:
+def test_model(name: str) -> None:
     geometry, tokens = scaled(model(name))
     rng = random.Random(name)
     # D holds three quarters of the prompt already, in whole blocks, but no state.
@@ -83,10 +77,8 @@ def test_model(ranks: Ranks, name: str) -> None:
     local = kvhma.live_spans(geometry, tokens, draw_tables(geometry, tokens, rng, ahead=1), hit)
     remote = kvhma.live_spans(geometry, tokens, draw_tables(geometry, tokens, rng))
     assert all(span.first for span, group in zip(local, geometry.groups, strict=True) if group.kind != "ssm")
-    try:
+    with contextlib.closing(Ranks(1)) as ranks:
         (fetched,) = ranks.hand_off([geometry], [remote], [geometry], [local], tokens)
-    finally:
-        ranks.forget()
     assert list(fetched) == list(ENCODINGS)
     for encoding, moved in fetched.items():
         assert isinstance(moved, Moved), f"{encoding}: {moved}"

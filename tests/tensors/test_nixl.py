@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch caches of different layouts over real NIXL, each in a separate process."""
+"""Torch caches of different layouts over real NIXL."""
 
 from __future__ import annotations
 
 import ctypes
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,10 @@ import kvhma
 from kvhma.models import Model, State, model
 from kvhma.nixl import Agent
 from kvhma.oracle import Request, check_memory, fill_source, fill_stale
+from kvhma.torch import AllocatorOptions, Cache, allocate, model_specs
 from support.tables import count_blocks, draw_tables
 from support.torch_labels import read, regions_of, tensors_of
-from support.torch_prefill import SECONDS, cache_of, prefill_process
+from support.waiting import HANG_SECONDS, until
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(900)]
 
@@ -33,21 +35,9 @@ HYBRID = Model(
 )
 
 
-KEPT = []
-"""Registered memory has to outlive the agent."""
-
-
-@pytest.fixture(scope="module")
-def prefill():
-    with prefill_process() as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def agent():
-    with Agent("D") as agent:
-        yield agent
-    KEPT.clear()
+def cache_of(one: Model, layout: str, num_blocks: int, **form: Any) -> Cache:
+    sizes = {name: form[name] for name in ("tp_rank", "tp_size") if name in form}
+    return allocate(model_specs(one, AllocatorOptions(**form)), num_blocks, layout=layout, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -60,56 +50,62 @@ def agent():
     ],
     ids=["uniform", "per layer to ordered", "half of the heads", "state, SD to DS"],
 )
-def test_two_processes(agent, prefill, one, decode_form, prefill_form, tokens):
+def test_two_agents(one, decode_form, prefill_form, tokens):
     sizes = [
         count_blocks(cache_of(one, num_blocks=1, **form).geometry, tokens) + 3 for form in (decode_form, prefill_form)
     ]
-    decode = cache_of(one, num_blocks=sizes[0], **decode_form)
-    KEPT.append(decode)
-    # The same cache in this process, for its views.
-    twin = cache_of(one, num_blocks=sizes[1], **prefill_form)
+    caches = [
+        cache_of(one, num_blocks=size, **form) for size, form in zip(sizes, (decode_form, prefill_form), strict=True)
+    ]
+    decode, prefill = caches
     rng = random.Random(7)
     local, remote = (
-        kvhma.live_spans(cache.geometry, tokens, draw_tables(cache.geometry, tokens, rng)) for cache in (decode, twin)
+        kvhma.live_spans(cache.geometry, tokens, draw_tables(cache.geometry, tokens, rng)) for cache in caches
     )
-    agent.register(decode.geometry)
-    peer = agent.connect(prefill.allocate({"one": one, "num_blocks": sizes[1], **prefill_form}, remote, SEED))
-    planned = kvhma.plan(decode.geometry, peer.geometry)
-    lists = [agent.prepare(None, planned.views(0)[0]), agent.prepare(peer, planned.views(0)[1])]
+    fill_source(regions_of(prefill), prefill.geometry, remote, seed=SEED)
     request = tokens, local, remote
-    moved = planned.transfer(*request)
-    (rows,) = moved.reads
-    read_and_check(decode, twin, request, moved, lambda: agent.read(peer, rows.local, rows.remote, b"direct"))
-    chosen = planned.ids(*request)
-    (ids,) = chosen.reads
-    read_and_check(
-        decode, twin, request, chosen, lambda: agent.read_ids(lists[0], ids.local, lists[1], ids.remote, b"ids")
-    )
-    assert prefill.news(2) == [b"direct", b"ids"]
-    fill_source(regions_of(twin), twin.geometry, remote, seed=SEED)
+    with Agent("D") as agent, Agent("P") as p:
+        agent.register(decode.geometry)
+        p.register(prefill.geometry)
+        peer = agent.connect(p.handshake_payload(prefill.geometry))
+        planned = kvhma.plan(decode.geometry, peer.geometry)
+        lists = [agent.prepare(None, planned.views(0)[0]), agent.prepare(peer, planned.views(0)[1])]
+        moved = planned.transfer(*request)
+        (rows,) = moved.reads
+        read_and_check(decode, prefill, request, moved, lambda: agent.read(peer, rows.local, rows.remote, b"direct"))
+        chosen = planned.ids(*request)
+        (ids,) = chosen.reads
+        read_and_check(
+            decode, prefill, request, chosen, lambda: agent.read_ids(lists[0], ids.local, lists[1], ids.remote, b"ids")
+        )
+        news: list[bytes] = []
+        until(lambda: len(news) == 2, lambda: news.extend(message for _, message in p.notifications()))
+        assert news == [b"direct", b"ids"]
     if decode_form.get("tp_size", 1) == 1:
-        compare_views(decode, twin, tokens, local, remote)
+        compare_views(decode, prefill, tokens, local, remote)
 
 
-def read_and_check(decode, twin, request, moved, start):
+def read_and_check(decode, prefill, request, moved, start):
     memory = regions_of(decode)
     fill_stale(memory, seed=SEED)
     for address, nbytes, _ in moved.zero.tolist():
         ctypes.memset(address, 0, nbytes)
     moving = start()
-    assert moving.wait(SECONDS)
+    assert moving.wait(HANG_SECONDS)
     assert (moving.telemetry.descriptors, moving.telemetry.nbytes) == (moved.descriptors, moved.bytes)
     excess = moved.excess_bytes
-    report = check_memory(memory, decode.geometry, [twin.geometry], Request(*request), excess_bytes=excess, seed=SEED)
+    report = check_memory(
+        memory, decode.geometry, [prefill.geometry], Request(*request), excess_bytes=excess, seed=SEED
+    )
     assert report.moved == moved.bytes > 0
 
 
-def compare_views(decode, twin, tokens, local, remote):
+def compare_views(decode, prefill, tokens, local, remote):
     """What the kernels of the two engines see, in whole blocks."""
     for layer in decode.geometry.layers:
         ends = [
             (tensors_of(cache.views[layer.name]), spans[layer.group], cache.geometry.groups[layer.group])
-            for cache, spans in ((decode, local), (twin, remote))
+            for cache, spans in ((decode, local), (prefill, remote))
         ]
         if ends[0][2].kind == "ssm":
             (local_conv, local_state), (remote_conv, remote_state) = (
