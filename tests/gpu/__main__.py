@@ -12,15 +12,47 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from gpu.place import Outcome, environment
-from gpu.results import Result, draw, markdown
 from gpu.steps import STEPS
 
 LIMIT_SECONDS = 90
+
+
+@dataclass(frozen=True)
+class Result:
+    """The findings of a step, and its error; empty if it succeeded."""
+
+    number: int
+    outcome: Outcome
+    problem: str = ""
+
+    @property
+    def verdict(self) -> str:
+        return "failed" if self.problem else "passed"
+
+
+def markdown(results: Sequence[Result], device: str) -> str:
+    """Return the page of results."""
+    lines = [
+        "# Results on a device",
+        "",
+        f"Made by `make gpu` on `{device}`: torch, NIXL and kvhma, no engine. Times are of single runs.",
+        "",
+        "| step | | found | |",
+        "|---|---|---|---|",
+    ]
+    for result in results:
+        name = f"{result.number}. {STEPS[result.number - 1].name}"
+        facts = result.outcome.facts or [("", result.problem.replace("\n", "<br>").replace("|", "\\|"))]
+        for index, (what, found) in enumerate(facts):
+            first = (name, result.verdict) if index == 0 else ("", "")
+            lines.append(f"| {' | '.join((*first, what, found))} |")
+    return "\n".join(lines) + "\n"
 
 
 def run(number: int, device: str, limit: float = LIMIT_SECONDS) -> Result:
@@ -52,9 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m gpu", description=__doc__)
     parser.add_argument("--device", help="as torch names it; cpu shows only that the steps work")
     parser.add_argument("--steps", default="", help="numbers, separated by commas; all by default")
-    parser.add_argument(
-        "--output", type=Path, help="folder for RESULTS_GPU.md and gpu.svg; nothing is written without it"
-    )
+    parser.add_argument("--output", type=Path, help="folder for RESULTS_GPU.md; nothing is written without it")
     options = parser.parse_args(arguments)
     if options.device is None and not torch.accelerator.is_available():
         print("no device: torch finds no accelerator, so nothing was tried")
@@ -69,7 +99,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\n{text}")
     if options.output is not None:
         (options.output / "RESULTS_GPU.md").write_text(text)
-        draw(results, options.output / "gpu.svg")
     return int(any(result.problem for result in results))
 
 

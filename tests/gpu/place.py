@@ -34,22 +34,15 @@ _NUMBERS = itertools.count()
 
 @dataclass
 class Outcome:
-    """The findings of a step.
-
-    Attributes:
-        facts: name and value, as words.
-        seconds: durations to be drawn, by their name.
-    """
+    """The findings of a step: name and value, as words."""
 
     facts: list[tuple[str, str]] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
 
     def add(self, what: str, found: object) -> None:
         self.facts.append((what, str(found)))
 
     def time(self, what: str, seconds: float, nbytes: int = 0) -> None:
         """Add a time, and the rate at which so many bytes moved in it."""
-        self.seconds[what] = seconds
         rate = f", {nbytes / seconds / 1e9:.2f} GB/s" if nbytes else ""
         self.facts.append((what, f"{seconds * 1e3:.3f} ms{rate}"))
 

@@ -7,7 +7,7 @@ pytest.importorskip("nixl")
 torch = pytest.importorskip("torch", reason="needs torch; make connector runs it")
 
 from gpu import __main__ as runner
-from gpu import order, results, transfers
+from gpu import order, transfers
 from gpu.place import Outcome, Place
 from gpu.steps import STEPS
 from support.waiting import HANG_SECONDS
@@ -19,7 +19,6 @@ def test_a_step(number):
     outcome = Outcome()
     STEPS[number - 1].run(Place("cpu"), outcome)
     assert outcome.facts
-    assert all(seconds > 0 for seconds in outcome.seconds.values())
 
 
 def test_a_step_finds_wrong_bytes(monkeypatch):
@@ -56,18 +55,13 @@ def test_what_was_found_is_written(monkeypatch, tmp_path, capsys):
     good, bad = Outcome(), Outcome()
     good.time("a read", 0.002, 4_000_000)
     found = {
-        1: results.Result(1, good),
-        2: results.Result(2, bad, "Traceback\nValueError: a | b"),
-        8: results.Result(8, good),
+        1: runner.Result(1, good),
+        2: runner.Result(2, bad, "Traceback\nValueError: a | b"),
+        8: runner.Result(8, good),
     }
     monkeypatch.setattr(runner, "run", lambda number, device: found[number])
     assert runner.main(["--device", "cuda:0", "--steps", "1,2,8", "--output", str(tmp_path)]) == 1
     text = (tmp_path / "RESULTS_GPU.md").read_text()
     assert "| 1. what is there | passed | a read | 2.000 ms, 2.00 GB/s |" in text
     assert "| failed |  | Traceback<br>ValueError: a \\| b |" in text
-    assert "| measured, see above (step 1) |" in text
-    assert "| not shown (step 2) |" in text
-    assert "| shown (step 8) |" in text
-    assert "1. a read" in (tmp_path / "gpu.svg").read_text()
-    assert runner.main(["--device", "cpu", "--steps", "1"]) == 0
-    assert "not: host memory (step 1)" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith(text + "\n")
