@@ -47,3 +47,22 @@ def test_factors_that_a_length_chooses(zygote: Zygote, model: Models, tmp_path: 
         assert_equal(longer, long, plains[1])
         for engine in (short, shorter, long, longer):
             all_free(engine)
+
+
+def test_a_scale_that_a_length_or_a_generation_configuration_switches(
+    zygote: Zygote, model: Models, tmp_path: Path
+) -> None:
+    """Llama 4 scales queries above 32,768 tokens, or as its generation configuration says."""
+    tuned = {"override_generation_config": {"attn_temperature_tuning": True}}
+    settings = {
+        "short": kvhma("llama4", max_model_len=2048),
+        "long": kvhma("llama4", max_model_len=33000),
+        "tuned": kvhma("llama4", max_model_len=2048, **tuned),
+        "plain": arguments("llama4", max_model_len=2048, **tuned),
+    }
+    with engines(zygote, model("llama4"), tmp_path, **settings) as (short, long, tuned_too, plain):
+        assert_refused(short, long, "attn_temperature_tuning", (True, False))
+        assert_refused(short, tuned_too, "attn_temperature_tuning", (True, False))
+        assert_equal(long, tuned_too, plain)
+        for engine in (short, long, tuned_too):
+            all_free(engine)

@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -129,3 +130,37 @@ def test_new_weights_in_a_pause(zygote: Zygote, model: Callable[[str], Path], tm
         assert (failures(d, "handshake"), loads(d)) == (1, 2)
         for engine in (p, d):
             all_free(engine)
+
+
+def test_pauses_beside_nixl_connector(zygote: Zygote, model: Callable[[str], Path], tmp_path: Path) -> None:
+    """P clears its caches in a pause while it holds a request that is not read, and one that a paused D waits for."""
+    theirs = {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": LEASE,
+    }
+    seconds: dict[str, list[float]] = {}
+    for name, given in {"kvhma": kvhma(NAME, extra=LEASE), "nixl": arguments(NAME, kv_transfer_config=theirs)}.items():
+        given |= {"max_model_len": 4096}
+        settings = {"p": given, "d": given | {"max_num_seqs": 1}}
+        with engines(zygote, model(NAME), tmp_path / name, **settings) as (p, d):
+            first, unread, waits = prompts("beside", [301] * 3)
+            hand_over(p, d, first)
+            for prompt in (unread, waits):
+                params = prefill(p, prompt)
+                if prompt is waits:
+                    d.generate(prompt[:40], max_tokens=3000, request_id="busy", timeout=None)
+                    answer = decode(d, prompt, params, timeout=None)
+                    until(lambda: "WAITING" in d.state()["requests"].values())
+                    d.core("pause_scheduler", "keep", True)
+                began = time.perf_counter()
+                p.core("pause_scheduler", "keep", True)
+                seconds.setdefault(name, []).append(time.perf_counter() - began)
+                p.core("resume_scheduler")
+            d.core("resume_scheduler")
+            d.abort("busy")
+            assert answer.result().finish_reason is not None
+    for what, ours, nixl in zip(("unread", "a paused D waits for it"), *seconds.values(), strict=True):
+        print(f"{what}: P's pause took {ours:.3f} s, with NixlConnector {nixl:.3f} s, ratio {ours / nixl:.3f}")
+        assert ours <= 1.2 * nixl

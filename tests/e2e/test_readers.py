@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several readers of one prompt, other weights, and log-probabilities of a prompt."""
+"""Several readers of one prompt, other weights, paths and adapters, and log-probabilities of a prompt."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from support.handoff import (
     prompts,
     same,
 )
-from support.weights import fine_tune
+from support.weights import adapter, fine_tune
 
 Models = Callable[[str], Path]
 MANY = {"temperature": 1.0, "top_k": 1}  # vLLM refuses several samples at temperature 0; these are as greedy
@@ -123,3 +124,65 @@ def test_log_probabilities_of_the_prompt_at_p(name: str, zygote: Zygote, model: 
         assert computed(d, "state_ahead") == (len(lengths) if state else 0)
         for engine in (p, d):
             all_free(engine)
+
+
+def test_an_adapter_on_one_side(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    name = "llama"
+    tuned = ("fine", adapter(tmp_path / "adapter", layers=3, hidden=128))
+    able = {"enable_lora": True, "max_lora_rank": 8, "enable_prefix_caching": True}
+    settings = {
+        "p": kvhma(name, **able),
+        "d": kvhma(name, policy="recompute", **able),
+        "plain": arguments(name, enable_lora=True),
+    }
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
+        one, other, both = prompts(name, [301, 300, 299])
+        expected = {
+            (len(prompt), with_it is not None): plain.generate(prompt, max_tokens=16, adapter=with_it).result()
+            for prompt in (one, other, both)
+            for with_it in (None, tuned)
+        }
+        apart = abs(expected[301, True].logprobs[0] - expected[301, False].logprobs[0])
+        assert apart > 100 * noise(name), "an adapter that changes nothing proves nothing"
+        for prompt, at_p, at_d in ((one, tuned, None), (other, None, tuned)):
+            got = decode(d, prompt, prefill(p, prompt, adapter=at_p), adapter=at_d).result()
+            same(name, got, expected[len(prompt), at_d is not None], "adapter on one side")
+            again = d.generate(prompt, max_tokens=16, adapter=at_d).result()
+            same(name, again, expected[len(prompt), at_d is not None], "the next request")
+        assert (loads(d), computed(d, "other_prompt")) == (0, 2)
+        got = decode(d, both, prefill(p, both, adapter=tuned), adapter=tuned).result()
+        same(name, got, expected[299, True], "adapter on both sides")
+        assert loads(d) == 1
+
+        copied = ("fine", shutil.copytree(tuned[1], tmp_path / "copy"))
+        (prompt,) = prompts("copied", [298])
+        right = plain.generate(prompt, max_tokens=16, adapter=tuned).result()
+        same(name, decode(d, prompt, prefill(p, prompt, adapter=tuned), adapter=copied).result(), right, "another path")
+        assert loads(d) == 2
+
+        # D loads what the files have now. P still has what they had, and cannot know whether it does.
+        late = ("late", adapter(tmp_path / "late", layers=3, hidden=128, seed=2))
+        before, after = prompts("late", [297, 296])
+        params = prefill(p, before, adapter=late)
+        shutil.rmtree(late[1])
+        adapter(late[1], layers=3, hidden=128, seed=3)
+        for prompt, given in ((before, params), (after, prefill(p, after, adapter=late))):
+            right = plain.generate(prompt, max_tokens=16, adapter=late).result()
+            same(name, decode(d, prompt, given, adapter=late).result(), right, "its files changed")
+        assert (loads(d), computed(d, "other_prompt")) == (2, 4)
+
+
+def test_other_paths_of_one_model(zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    """The operators name it."""
+    name = "gemma3"
+    copy = shutil.copytree(model(name), tmp_path / "copy")
+    named = {"extra": {"model_id": "mine"}}
+    with (
+        engines(zygote, model(name), tmp_path, p=kvhma(name, **named), plain=arguments(name)) as (p, plain),
+        engines(zygote, copy, tmp_path, d=kvhma(name, **named), strict=kvhma(name)) as (d, strict),
+    ):
+        (prompt,) = prompts(name, [301])
+        same(name, hand_over(p, d, prompt), plain.generate(prompt, max_tokens=16).result(), "under another path")
+        assert loads(d) == 1
+        assert hand_over(p, strict, prompt).finish_reason == "error"
+        assert f"model of the model is {str(copy)!r} here" in (tmp_path / "strict.log").read_text()
