@@ -15,7 +15,6 @@ import pytest
 
 from support.programs import program
 
-ROOT = Path(__file__).parents[2]
 PYTHON = {
     "python/kvhma": "cli\nvllm | torch\n__init__\nplanning\n_kvhma\nerrors",
     "python/kvhma/vllm": "scheduler | worker\nloads | reads\n*",
@@ -24,7 +23,6 @@ RUST = {"rust/core/src": "lib\nrequest\ngeometry\nerror"}
 
 
 layers = program("tools/layers.py")
-skipped = program("tools/skipped.py")
 words = program("tools/words.py")
 
 
@@ -113,12 +111,6 @@ def test_a_circle_of_imports_is_named_once(tmp_path, capsys):
     assert found == [f"python/kvhma/cli/a.py:1: in a circle: {way}"]
 
 
-def test_names_that_only_the_picture_has(tmp_path, capsys):
-    build(tmp_path, "python/kvhma", SOUND)
-    assert layers.main(tmp_path, PYTHON | {"python/kvhma": PYTHON["python/kvhma"] + "| gone"}) == 1
-    assert "python/kvhma: the picture in tools/layers.py names gone, which does not exist" in capsys.readouterr().out
-
-
 SOUND_RUST = {
     "lib.rs": "mod error;\nmod geometry;\nmod request;\npub use geometry::{Geometry, json::from_json};\n",
     "error.rs": "//! See crate::request.\npub struct Error;\n",
@@ -159,21 +151,6 @@ def test_paths_of_rust(file, line, reason, tmp_path, capsys):
         assert len(printed) == 1
 
 
-def test_this_house_has_no_circle(capsys):
-    assert layers.main() == 0, capsys.readouterr().out
-
-
-def test_a_circle_of_modules(tmp_path, capsys):
-    files = {
-        "geometry/mod.rs": "mod json;\npub struct Geometry;\nfn f() { json::read() }\n",
-        "geometry/json.rs": "use super::Geometry;\n",
-    }
-    build(tmp_path, "rust/core/src", SOUND_RUST | files)
-    assert layers.main(tmp_path, RUST) == 1
-    way = " -> ".join(f"rust/core/src/geometry/{name}.rs" for name in ("json", "mod", "json"))
-    assert f"rust/core/src/geometry/json.rs:1: in a circle: {way}" in capsys.readouterr().out
-
-
 def test_words_that_have_a_better_one(tmp_path, capsys):
     build(
         tmp_path,
@@ -193,12 +170,6 @@ def test_words_that_have_a_better_one(tmp_path, capsys):
         "rust/core/src/link.rs:1: Lane is called PageBases",
         "4 places to be mended",
     ]
-
-
-def test_good_words_pass(tmp_path, capsys):
-    build(tmp_path, "python/kvhma", {"vllm/holds/lease_table.py": "class LeaseTable: ...\n"})
-    assert words.main(tmp_path) == 0
-    assert capsys.readouterr().out == "0 places to be mended\n"
 
 
 PAGE = """# A page
@@ -237,10 +208,6 @@ def test_prose_that_has_a_plainer_form(tmp_path, capsys):
         "rust/core/lib.rs:1 'lies'",
         "10 places to be mended",
     ]
-
-
-def test_this_house_has_good_words(capsys):
-    assert words.main() == 0, capsys.readouterr().out
 
 
 # --- a wheel for CPUs -------------------------------------------------------------------------------------------------
@@ -297,50 +264,4 @@ def test_a_wheel_has_the_files_of_one_version_and_what_another_has_compiled(
 # --- a real model --------------------------------------------------------------------------------------
 
 
-def test_a_real_model_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_model = program("tools/real_model.py")
-    asked: list[list[str]] = []
-
-    def no_network(command: list[str], check: bool) -> None:
-        asked.append(command)
-        raise ConnectionError
-
-    monkeypatch.setattr(real_model.subprocess, "run", no_network)
-    models = tmp_path / "models"
-    with pytest.raises(ConnectionError):
-        real_model.make(models)
-    assert "--require-hashes" in asked[0]
-    assert not list(models.iterdir()), "what was cut is gone"
-    for name in real_model.NAMES:
-        (models / name).mkdir()
-    real_model.make(models)
-    assert len(asked) == 1
-
-
 # --- what was skipped ----------------------------------------------------------------------------------
-
-
-def report(path: Path, tests: str) -> Path:
-    path.write_text(f"<testsuites><testsuite>{tests}</testsuite></testsuites>")
-    return path
-
-
-def test_what_no_run_has_run_is_listed_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lacks = '<skipped message="no browser"/>'
-    pages = "".join(
-        f'<testcase classname="tests.unit.test_pages" name="test_page[{number}]">{lacks}</testcase>'
-        for number in range(3)
-    )
-    files = "".join(
-        f"""<testcase classname="" name="tests.connector.{name}"><skipped message="collection skipped">("{name}.py", 8,
-        'Skipped: needs vLLM')</skipped></testcase>"""
-        for name in ("test_run", "test_never", "test_neither")
-    )
-    first = report(tmp_path / "first.xml", pages + files + '<testcase classname="tests.unit.test_a" name="test"/>')
-    second = report(tmp_path / "second.xml", '<testcase classname="tests.connector.test_run" name="test_one"/>')
-    assert skipped.main([str(first), str(second)]) == 0
-    assert capsys.readouterr().out == (
-        "5 tests were skipped:\n    2  2 files: needs vLLM\n    3  tests/unit/test_pages.py: no browser\n"
-    )
-    assert skipped.main([str(second)]) == 0
-    assert capsys.readouterr().out == "0 tests were skipped\n"
