@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What benches/connectors.py makes of its measurements: processor times, ratios, tables, the picture."""
 
-import os
-import re
 import sys
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
-from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -16,8 +11,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benches"))
 
 import connectors
-from handoffs import cpu, pairs, tables, waterfall
-from handoffs.tables import EVEN, HIT, OURS, THEIRS, Row
+from handoffs import cpu, pairs, tables
+from handoffs.tables import EVEN, OURS, THEIRS, Row
 from support.engines import Answer
 
 
@@ -39,26 +34,6 @@ def test_processor_time_is_read_by_thread(tmp_path: Path) -> None:
     assert cpu.parent(7, folder) == 6
 
 
-def test_processor_time_of_a_real_thread() -> None:
-    stop = threading.Event()
-
-    def work() -> None:
-        while not stop.is_set():
-            pass
-
-    thread = threading.Thread(target=work)
-    process = os.getpid()
-    before = cpu.read([process])
-    thread.start()
-    try:
-        end = time.monotonic() + 60
-        while cpu.spent(before, cpu.read([process]))[process, thread.native_id or 0] < 0.1:
-            assert time.monotonic() < end
-    finally:
-        stop.set()
-        thread.join()
-
-
 def test_threads_are_added_up_by_purpose() -> None:
     before = {(1, 1): 5.0, (1, 2): 1.0, (2, 2): 3.0, (1, 99): 4.0}
     after = {(1, 1): 6.0, (1, 2): 1.5, (1, 3): 0.25, (1, 4): 0.125, (2, 2): 3.5, (2, 5): 0.5, (3, 3): 0.75}
@@ -72,23 +47,6 @@ def test_threads_are_added_up_by_purpose() -> None:
         "scheduler: others of vLLM": 0.5,
         "front end: all threads": 0.75,
     }
-
-
-@pytest.mark.parametrize(
-    ("name", "added"),
-    [
-        ("kvhma-poll", True),
-        ("NIXL", True),
-        ("UCX async", True),
-        ("vllm-nixl-handshake-initiator_0", True),
-        ("nixl_handshake_listener", True),
-        ("MainThread", False),
-        ("Thread-1 (process_input_sockets)", False),
-        ("native", False),
-    ],
-)
-def test_groups_of_threads_of_the_connector(name: str, added: bool) -> None:
-    assert cpu.of_connector(f"worker: {cpu.group(name, 'worker')}") is added
 
 
 def test_a_request_s_processor_time_counts_calls_inside_of_the_engine_s_thread_once() -> None:
@@ -107,16 +65,6 @@ def test_a_request_s_processor_time_counts_calls_inside_of_the_engine_s_thread_o
     }
     plain = pairs.processor_times({"P, prefill": threads}, 1)
     assert not [label for label in plain if "connector" in label]
-
-
-def test_without_names_the_first_thread_of_a_process_is_its_own() -> None:
-    found = cpu.by_group({(1, 1): 1.0, (1, 2): 0.5, (2, 2): 0.25, (3, 3): 0.125}, {1: "worker", 2: "scheduler"}, {})
-    assert found == {
-        "worker: the worker's own thread": 1.0,
-        "worker: others of vLLM": 0.5,
-        "scheduler: the scheduler's own thread": 0.25,
-        "front end: all threads": 0.125,
-    }
 
 
 def test_ratios_are_of_the_same_round() -> None:
@@ -144,15 +92,6 @@ def test_ratios(ours: list[float], theirs: list[float], expected: str) -> None:
     assert row.cells((OURS, EVEN))[2] == expected
 
 
-def test_a_table_has_ratios_only_for_connectors() -> None:
-    full = Row("first token", values={OURS: [0.001], THEIRS: [0.003], HIT: [0.0005]})
-    text = tables.table("title", [full, Row("bytes", "MiB", {OURS: [2**20]})], (OURS, THEIRS, HIT))
-    head, rule, *rows = text.splitlines()[3:]
-    assert head == "| | kvhma | NixlConnector | / kvhma | own hit |"
-    assert rows == ["| first token | 1.00 ms | 3.00 ms | 3.00× | 0.50 ms |", "| bytes | 1.0 MiB | – | – | – |"]
-    assert {line.count("|") for line in (head, rule, *rows)} == {6}
-
-
 @pytest.mark.parametrize("count", [3, 4])
 def test_everyone_comes_first_and_last_equally_often(count: int) -> None:
     columns = "abcd"[:count]
@@ -160,40 +99,6 @@ def test_everyone_comes_first_and_last_equally_often(count: int) -> None:
     assert all(sorted(order) == list(columns) for order in orders)
     for place in (0, -1):
         assert sorted(order[place] for order in orders) == sorted(columns * 2)
-
-
-def test_stages_are_those_of_the_request_and_each_the_first_time() -> None:
-    events = [("read", None, 12.0), ("ordered", "r", 10.5), ("read", None, 11.0), ("ordered", "old", 9.0)]
-    assert waterfall.stages(events, 10.0, 3.0) == {"sent": 0.0, "ordered": 0.5, "read": 1.0, "first token": 3.0}
-
-
-def test_medians_are_of_stages_that_every_run_has() -> None:
-    runs = [{"sent": 0.0, "first token": 3.0, "read": 2.0}, {"sent": 0.0, "first token": 5.0, "checked": 1.0}]
-    assert waterfall.medians(runs) == {"sent": 0.0, "first token": 4.0}
-
-
-def test_the_picture_has_a_bar_for_each_stage() -> None:
-    of = {OURS: {"sent": 0.0, "read": 0.002, "first token": 0.010}, THEIRS: {"sent": 0.0, "first token": 0.020}}
-    root = ET.fromstring(waterfall.draw("a title", of))
-    name = "{http://www.w3.org/2000/svg}"
-    boxes = [box for box in root.iter(f"{name}rect") if re.fullmatch(r"c\d", box.get("class", ""))]
-    assert len(boxes) == 5
-    ends = [float(box.get("x", 0)) + float(box.get("width", 0)) for box in boxes]
-    ours, theirs = ends[2], ends[4]
-    start = float(boxes[0].get("x", 0))
-    assert ours - start == pytest.approx((theirs - start) / 2, abs=1)
-    hovers = [found.text or "" for found in root.iter(f"{name}title")]
-    assert "kvhma: first token after 10.00 ms, 8.00 ms after the stage before" in hovers
-    words = {found.text for found in root.iter(f"{name}text")}
-    assert {"a title", OURS, THEIRS, "read", "10.00 ms, +8.00"} <= words
-
-
-def test_the_table_of_a_waterfall() -> None:
-    of = {OURS: {"sent": 0.0, "checked": 0.001}, THEIRS: {"sent": 0.0}}
-    lines = waterfall.lines(of).splitlines()
-    assert lines[0] == "| | kvhma | NixlConnector |"
-    assert "| checked | 1.00 ms | – |" in lines
-    assert len(lines) == 2 + len(waterfall.STAGES)
 
 
 def test_a_turn_is_made_of_what_d_s_worker_and_scheduler_recorded() -> None:

@@ -21,8 +21,6 @@ from kvhma.cli.link import Point, blocks_of, fit
 from kvhma.cli.link_file import link_file, load_link, save_link
 from kvhma.costs import DEFAULT_LINK, Link
 from kvhma.errors import TransferError
-from kvhma.models.config.architectures import ARCHITECTURES
-from support.cli_configs import NEMOTRON_3_NANO
 from support.cli_run import cli, refused
 from support.tiny import tiny_hybrid
 
@@ -381,16 +379,6 @@ def test_a_reader_that_stops() -> None:
     assert (done.stdout, done.stderr) == ("{\n", "")
 
 
-@pytest.mark.parametrize(
-    "command", ["plan", "explain", "map", "sweep", "cost", "models", "diff", "doctor", "check", "demo"]
-)
-def test_every_command_explains_itself(command: str) -> None:
-    done = cli(command, "--help")
-    assert done.code == 0
-    assert "--json" in done.out
-    assert "--quiet" in done.out
-
-
 DOCUMENTS: dict[str, tuple[object, ...]] = {
     "kvhma_plan": ("plan", "gemma-3-4b"),
     "kvhma_explain": ("explain", "gemma-3-4b"),
@@ -415,50 +403,6 @@ def test_every_document_names_its_kind(kind: str, tmp_path: Path, monkeypatch: p
     assert f"| `{kind}: 1` |" in DOCS.read_text()
 
 
-def test_config_of_the_documentation(tmp_path: Path) -> None:
-    """The two outputs have everything that a maintainer needs."""
-    (tmp_path / "config.json").write_text(json.dumps(NEMOTRON_3_NANO))
-    sides = ("--prefill", "tp=2", "--decode", "tp=4")
-    said = cli("explain", tmp_path, *sides).out + cli("plan", tmp_path, *sides).out
-    for words in (
-        "ssm heads 0..16 of 64: all this rank holds, the source has 0..32",
-        "the last state",
-        "tokens 0 to 8,191",
-    ):
-        assert words in said
-
-
 # --- docs/cli.md -----------------------------------------------------------------------------------------------------
 
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
-
-
-def squeezed(text: str) -> list[str]:
-    return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
-
-
-def test_documented_output(tmp_path: Path) -> None:
-    """docs/cli.md shows exactly what `plan` and `explain` print."""
-    folder = tmp_path / "Nemotron-3-Nano"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(NEMOTRON_3_NANO))
-    shown = squeezed(DOCS.read_text())
-    sides = ("--prefill", "tp=2,block=16", "--decode", "tp=4,block=64", "--tokens", 8192)
-    printed = squeezed(cli("plan", folder, *sides).out)
-    body = [line for line in printed if not line.startswith(("predicted with", "note:"))]
-    start = shown.index(body[0])
-    assert shown[start : start + len(body)] == body
-    refusal = squeezed(cli("explain", "gpt-oss-20b", "--prefill", "kv=fp8").out.partition("refused:")[2])[1:]
-    start = shown.index(refusal[0])
-    assert shown[start : start + len(refusal)] == refusal
-
-
-def test_documented_names() -> None:
-    """The docs list all keys, architectures and fields."""
-    text = DOCS.read_text()
-    for key in engine_options.KEYS:
-        assert f"\n| `{key}` |" in text
-    listed = text.partition("dedicated rule, also inside a `text_config`:\n\n```text\n")[2].partition("\n```")[0]
-    assert {name.strip() for name in listed.split(",")} == set(ARCHITECTURES)
-    for field in cli("plan", "gpt-oss-20b", "--json").form:
-        assert f"`{field}" in text

@@ -3,14 +3,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from support.programs import program
-
-ROOT = Path(__file__).parents[2]
-
 
 features = program("tools/features.py")
 compatibility = program("tools/compatibility.py")
