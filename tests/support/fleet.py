@@ -149,7 +149,3 @@ class Fleet:
     async def get(self, path, **headers):
         async with self.client.get(path, headers=headers) as answer:
             return answer.status, await answer.text()
-
-
-def run(test):
-    asyncio.run(asyncio.wait_for(test, 60))

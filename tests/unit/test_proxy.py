@@ -13,28 +13,24 @@ aiohttp = pytest.importorskip("aiohttp", reason="make dev installs it")
 pytest.importorskip("msgspec", reason="make dev installs it")
 
 from kvhma import proxy
-from kvhma.proxy import bodies
-from kvhma.proxy.app import PASSED, PASSED_TO_DECODE, parser
-from support.fleet import PARAMS, Fleet, run, usage
+from kvhma.proxy.app import PASSED, PASSED_TO_DECODE
+from support.fleet import PARAMS, Fleet, usage
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_goes_through_both_engines(stream):
-    async def test():
-        async with Fleet(usage(48)) as fleet:
-            status, text = await fleet.complete(max_tokens=7, stream=stream, min_tokens=3, kv_transfer_params={"x": 1})
-            assert status == 200
-            assert ("[DONE]" in text) == stream
-            (((path, asked, headers),), ((_, decoded, others),)) = fleet.prefill.asked, fleet.decode[0].asked
-            assert path == "/v1/completions"
-            assert (asked["max_tokens"], asked["stream"]) == (1, False)
-            assert asked["kv_transfer_params"] == proxy.PREFILL_PARAMS
-            assert "min_tokens" not in asked
-            assert decoded["kv_transfer_params"] == PARAMS, "not what the client had sent"
-            assert (decoded["max_tokens"], decoded["min_tokens"]) == (7, 3)
-            assert headers["X-Request-Id"] == others["X-Request-Id"]
-
-    run(test())
+async def test_a_request_goes_through_both_engines(stream):
+    async with Fleet(usage(48)) as fleet:
+        status, text = await fleet.complete(max_tokens=7, stream=stream, min_tokens=3, kv_transfer_params={"x": 1})
+        assert status == 200
+        assert ("[DONE]" in text) == stream
+        (((path, asked, headers),), ((_, decoded, others),)) = fleet.prefill.asked, fleet.decode[0].asked
+        assert path == "/v1/completions"
+        assert (asked["max_tokens"], asked["stream"]) == (1, False)
+        assert asked["kv_transfer_params"] == proxy.PREFILL_PARAMS
+        assert "min_tokens" not in asked
+        assert decoded["kv_transfer_params"] == PARAMS, "not what the client had sent"
+        assert (decoded["max_tokens"], decoded["min_tokens"]) == (7, 3)
+        assert headers["X-Request-Id"] == others["X-Request-Id"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -48,13 +44,10 @@ def test_a_request_goes_through_both_engines(stream):
         (None, False),
     ],
 )
-def test_a_missing_hand_off_is_reported(said, missing, stream, caplog):
-    async def test():
+async def test_a_missing_hand_off_is_reported(said, missing, stream, caplog):
+    with caplog.at_level(logging.WARNING, "kvhma.proxy"):
         async with Fleet(said) as fleet:
             assert (await fleet.complete(stream=stream))[0] == 200
-
-    with caplog.at_level(logging.WARNING, "kvhma.proxy"):
-        run(test())
     told = [record.getMessage() for record in caplog.records if record.name == "kvhma.proxy"]
     assert len(told) == missing
     assert all("no cache was transferred" in line and "all 50 tokens" in line for line in told)
@@ -70,15 +63,11 @@ def test_a_missing_hand_off_is_reported(said, missing, stream, caplog):
         {"use_beam_search": True, "n": 2},
     ],
 )
-def test_what_the_decode_engine_computes_itself_is_computed_once(body, tickets):
-
-    async def test():
-        async with Fleet(usage(0), tickets=tickets) as fleet:
-            status, _ = await fleet.complete(**body, kv_transfer_params={"do_remote_prefill": True})
-            assert (status, fleet.prefill.asked) == (200, [])
-            assert "kv_transfer_params" not in fleet.decode[0].asked[-1][1]
-
-    run(test())
+async def test_what_the_decode_engine_computes_itself_is_computed_once(body, tickets):
+    async with Fleet(usage(0), tickets=tickets) as fleet:
+        status, _ = await fleet.complete(**body, kv_transfer_params={"do_remote_prefill": True})
+        assert (status, fleet.prefill.asked) == (200, [])
+        assert "kv_transfer_params" not in fleet.decode[0].asked[-1][1]
 
 
 @pytest.mark.parametrize(
@@ -93,190 +82,147 @@ def test_what_the_decode_engine_computes_itself_is_computed_once(body, tickets):
         {"use_beam_search": False},
     ],
 )
-def test_bodies_with_a_hand_off(body):
-    async def test():
-        async with Fleet(usage(0)) as fleet:
-            await fleet.complete(**body)
-            assert len(fleet.prefill.asked) == 1
-            assert fleet.decode[0].asked[-1][1]["kv_transfer_params"] == PARAMS
-
-    run(test())
+async def test_bodies_with_a_hand_off(body):
+    async with Fleet(usage(0)) as fleet:
+        await fleet.complete(**body)
+        assert len(fleet.prefill.asked) == 1
+        assert fleet.decode[0].asked[-1][1]["kv_transfer_params"] == PARAMS
 
 
-def test_engines_take_turns():
-    async def test():
-        async with Fleet(None, None) as fleet:
-            for _ in range(4):
-                await fleet.complete("/v1/chat/completions", max_completion_tokens=9)
-            assert [len(engine.asked) for engine in fleet.decode] == [2, 2]
-            assert fleet.prefill.asked[0][1]["max_completion_tokens"] == 1
-
-    run(test())
+async def test_engines_take_turns():
+    async with Fleet(None, None) as fleet:
+        for _ in range(4):
+            await fleet.complete("/v1/chat/completions", max_completion_tokens=9)
+        assert [len(engine.asked) for engine in fleet.decode] == [2, 2]
+        assert fleet.prefill.asked[0][1]["max_completion_tokens"] == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_what_an_engine_refuses_is_passed_on_as_it_came(role, stream):
-
-    async def test():
-        async with Fleet() as fleet:
-            engine = fleet.prefill if role == "prefill" else fleet.decode[0]
-            engine.status, engine.error = 404, {"message": "m", "type": "NotFoundError", "param": "model", "code": 404}
-            found, text = await fleet.complete(stream=stream)
-            assert (found, json.loads(text)) == (404, {"error": engine.error})
-            assert len(engine.asked) == 1
-
-    run(test())
+async def test_what_an_engine_refuses_is_passed_on_as_it_came(role, stream):
+    async with Fleet() as fleet:
+        engine = fleet.prefill if role == "prefill" else fleet.decode[0]
+        engine.status, engine.error = 404, {"message": "m", "type": "NotFoundError", "param": "model", "code": 404}
+        found, text = await fleet.complete(stream=stream)
+        assert (found, json.loads(text)) == (404, {"error": engine.error})
+        assert len(engine.asked) == 1
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_the_error_of_an_engine_that_fails_is_not_passed_on(role, caplog):
-    async def test():
-        async with Fleet() as fleet:
-            engine = fleet.prefill if role == "prefill" else fleet.decode[0]
-            engine.status, engine.error = 500, "in /srv/secret.py"
-            status, text = await fleet.complete()
-            assert status == 500
-            error = {"message": f"the {role} engine failed", "type": f"{role}_failed", "param": None, "code": 500}
-            assert json.loads(text) == {"error": error}
-            assert "secret.py" in caplog.text, "the log has it"
-            assert len(engine.asked) == 1, "it has answered"
-
-    run(test())
+async def test_the_error_of_an_engine_that_fails_is_not_passed_on(role, caplog):
+    async with Fleet() as fleet:
+        engine = fleet.prefill if role == "prefill" else fleet.decode[0]
+        engine.status, engine.error = 500, "in /srv/secret.py"
+        status, text = await fleet.complete()
+        assert status == 500
+        error = {"message": f"the {role} engine failed", "type": f"{role}_failed", "param": None, "code": 500}
+        assert json.loads(text) == {"error": error}
+        assert "secret.py" in caplog.text, "the log has it"
+        assert len(engine.asked) == 1, "it has answered"
 
 
 @pytest.mark.parametrize("params", [None, [], "x"])
-def test_an_engine_without_a_connector_is_recognized(params):
-    async def test():
-        async with Fleet() as fleet:
-            fleet.prefill.params = params
-            status, text = await fleet.complete()
-            assert status == 502
-            assert "was it started with a connector?" in text
-            assert (len(fleet.prefill.asked), fleet.decode[0].asked) == (1, [])
-
-    run(test())
+async def test_an_engine_without_a_connector_is_recognized(params):
+    async with Fleet() as fleet:
+        fleet.prefill.params = params
+        status, text = await fleet.complete()
+        assert status == 502
+        assert "was it started with a connector?" in text
+        assert (len(fleet.prefill.asked), fleet.decode[0].asked) == (1, [])
 
 
-def test_a_prefill_engine_that_is_gone():
-    async def test():
-        async with Fleet(None, None) as fleet:
-            url = fleet.prefill.url
-            assert (await fleet.get("/health"))[0] == 200
-            await fleet.prefill.server.close()
-            status, text = await fleet.complete()
-            assert (status, json.loads(text)["error"]["type"]) == (502, "prefill_unreachable")
-            assert url.rpartition(":")[2] not in text, "clients see no engine's address"
-            status, text = await fleet.get("/health")
-            assert status == 503
-            states = json.loads(text)
-            assert {at for engines in states.values() for at, state in engines.items() if state != "ok"} == {url}
-            assert {role: len(engines) for role, engines in states.items()} == {"prefill": 1, "decode": 2}
-
-    run(test())
+async def test_a_prefill_engine_that_is_gone():
+    async with Fleet(None, None) as fleet:
+        url = fleet.prefill.url
+        assert (await fleet.get("/health"))[0] == 200
+        await fleet.prefill.server.close()
+        status, text = await fleet.complete()
+        assert (status, json.loads(text)["error"]["type"]) == (502, "prefill_unreachable")
+        assert url.rpartition(":")[2] not in text, "clients see no engine's address"
+        status, text = await fleet.get("/health")
+        assert status == 503
+        states = json.loads(text)
+        assert {at for engines in states.values() for at, state in engines.items() if state != "ok"} == {url}
+        assert {role: len(engines) for role, engines in states.items()} == {"prefill": 1, "decode": 2}
 
 
-def test_health_names_the_status_of_an_engine():
-    async def test():
-        async with Fleet() as fleet:
-            fleet.decode[0].status = 503
-            status, text = await fleet.get("/health")
-            assert (status, json.loads(text)["decode"]) == (503, {fleet.decode[0].url: "status 503"})
-
-    run(test())
+async def test_health_names_the_status_of_an_engine():
+    async with Fleet() as fleet:
+        fleet.decode[0].status = 503
+        status, text = await fleet.get("/health")
+        assert (status, json.loads(text)["decode"]) == (503, {fleet.decode[0].url: "status 503"})
 
 
-def test_an_answer_that_breaks_off_ends_with_an_error():
-    async def test():
-        async with Fleet() as fleet:
-            fleet.decode[0].breaks = True
-            status, text = await fleet.complete(stream=True)
-            assert status == 200
-            last = json.loads(text.strip().splitlines()[-1].removeprefix("data: "))
-            assert last["error"]["type"] == "decode_lost"
-            assert "[DONE]" not in text
-
-    run(test())
+async def test_an_answer_that_breaks_off_ends_with_an_error():
+    async with Fleet() as fleet:
+        fleet.decode[0].breaks = True
+        status, text = await fleet.complete(stream=True)
+        assert status == 200
+        last = json.loads(text.strip().splitlines()[-1].removeprefix("data: "))
+        assert last["error"]["type"] == "decode_lost"
+        assert "[DONE]" not in text
 
 
-def test_a_client_that_hangs_up_ends_the_request_at_the_engine():
-    async def test():
-        async with Fleet() as fleet:
-            fleet.decode[0].hangs = True
-            async with fleet.client.post("/v1/completions", json={"prompt": "a", "stream": True}) as answer:
-                assert await answer.content.readany()
-                answer.close()
-            await asyncio.wait_for(fleet.decode[0].ended.wait(), 5)
-
-    run(test())
+async def test_a_client_that_hangs_up_ends_the_request_at_the_engine():
+    async with Fleet() as fleet:
+        fleet.decode[0].hangs = True
+        async with fleet.client.post("/v1/completions", json={"prompt": "a", "stream": True}) as answer:
+            assert await answer.content.readany()
+            answer.close()
+        await asyncio.wait_for(fleet.decode[0].ended.wait(), 5)
 
 
-def test_invalid_bodies():
-    async def test():
-        async with Fleet() as fleet:
-            deep = [b"[" * depth + b"]" * depth for depth in (*range(940, 1000), 100_000)]
-            for body in (b"{", b"[]", b"\xff", b'{"prompt": ' + b"1" * 5000 + b"}", *deep):
-                async with fleet.client.post("/v1/completions", data=body) as answer:
-                    assert answer.status == 400
-            # The decoder of punycode needs minutes for a body of this length.
-            odd = {"Content-Type": "application/json; charset=punycode"}
-            async with fleet.client.post("/v1/completions", data=b"\x80" * (1 << 20), headers=odd) as answer:
+async def test_invalid_bodies():
+    async with Fleet() as fleet:
+        deep = [b"[" * depth + b"]" * depth for depth in (*range(940, 1000), 100_000)]
+        for body in (b"{", b"[]", b"\xff", b'{"prompt": ' + b"1" * 5000 + b"}", *deep):
+            async with fleet.client.post("/v1/completions", data=body) as answer:
                 assert answer.status == 400
-            assert not fleet.prefill.asked
-            nested = [b'{"x": ' + b"[" * depth + b"]" * depth + b"}" for depth in range(940, 1000)]
-            for body in nested:
-                async with fleet.client.post("/v1/completions", data=body) as answer:
-                    assert answer.status in (200, 400)
+        # The decoder of punycode needs minutes for a body of this length.
+        odd = {"Content-Type": "application/json; charset=punycode"}
+        async with fleet.client.post("/v1/completions", data=b"\x80" * (1 << 20), headers=odd) as answer:
+            assert answer.status == 400
+        assert not fleet.prefill.asked
+        nested = [b'{"x": ' + b"[" * depth + b"]" * depth + b"}" for depth in range(940, 1000)]
+        for body in nested:
+            async with fleet.client.post("/v1/completions", data=body) as answer:
+                assert answer.status in (200, 400)
 
-    run(test())
 
-
-def test_models_are_those_of_a_decode_engine():
-    async def test():
-        async with Fleet() as fleet:
-            passed = {"Authorization": "Bearer x", "traceparent": "00-a-b-01"}
-            status, text = await fleet.get("/v1/models", **passed, Cookie="a=b")
-            assert (status, json.loads(text)) == (200, {"data": [{"id": "tiny"}], "seen": passed})
-            await fleet.decode[0].server.close()
-            status, text = await fleet.get("/v1/models")
-            assert (status, json.loads(text)["error"]["type"]) == (502, "decode_unreachable")
-
-    run(test())
+async def test_models_are_those_of_a_decode_engine():
+    async with Fleet() as fleet:
+        passed = {"Authorization": "Bearer x", "traceparent": "00-a-b-01"}
+        status, text = await fleet.get("/v1/models", **passed, Cookie="a=b")
+        assert (status, json.loads(text)) == (200, {"data": [{"id": "tiny"}], "seen": passed})
+        await fleet.decode[0].server.close()
+        status, text = await fleet.get("/v1/models")
+        assert (status, json.loads(text)["error"]["type"]) == (502, "decode_unreachable")
 
 
 HEADERS = {name: f"a {name}" for name in (*PASSED, *PASSED_TO_DECODE)}
 
 
 @pytest.mark.parametrize("tickets", [False, True])
-def test_engines_get_the_headers_that_vllm_reads(tickets):
+async def test_engines_get_the_headers_that_vllm_reads(tickets):
     """A rank of data parallelism is D's: P has other ranks, or fewer. tests/connector compares the names with vLLM."""
-
-    async def test():
-        async with Fleet(tickets=tickets) as fleet:
-            for _ in range(2):
-                body = {"json": {"prompt": "a"}, "headers": HEADERS | {"Cookie": "a=b"}}
-                async with fleet.client.post("/v1/completions", **body) as answer:
-                    assert (answer.status, answer.headers["endpoint-load-metrics"]) == (200, "TEXT x=1")
-            for engine, names in ((fleet.prefill, PASSED), (fleet.decode[0], HEADERS)):
-                for _, _, got in engine.asked:
-                    own = {name: got[name] for name in (*HEADERS, "Cookie") if name in got}
-                    assert own == {name: HEADERS[name] for name in names}
-
-    run(test())
+    async with Fleet(tickets=tickets) as fleet:
+        for _ in range(2):
+            body = {"json": {"prompt": "a"}, "headers": HEADERS | {"Cookie": "a=b"}}
+            async with fleet.client.post("/v1/completions", **body) as answer:
+                assert (answer.status, answer.headers["endpoint-load-metrics"]) == (200, "TEXT x=1")
+        for engine, names in ((fleet.prefill, PASSED), (fleet.decode[0], HEADERS)):
+            for _, _, got in engine.asked:
+                own = {name: got[name] for name in (*HEADERS, "Cookie") if name in got}
+                assert own == {name: HEADERS[name] for name in names}
 
 
-def test_each_prompt_of_a_list_has_the_headers():
-    async def test():
-        async with Fleet() as fleet:
-            sent = {"headers": {"X-data-parallel-rank": "1", "X-Session-ID": "s"}, "json": {"prompt": ["a", "b"]}}
-            async with fleet.client.post("/v1/completions", **sent) as answer:
-                assert answer.status == 200
-            ranks = [
-                [got.get("X-data-parallel-rank") for _, _, got in one.asked] for one in (fleet.prefill, *fleet.decode)
-            ]
-            assert ranks == [[None, None], ["1", "1"]]
-
-    run(test())
+async def test_each_prompt_of_a_list_has_the_headers():
+    async with Fleet() as fleet:
+        sent = {"headers": {"X-data-parallel-rank": "1", "X-Session-ID": "s"}, "json": {"prompt": ["a", "b"]}}
+        async with fleet.client.post("/v1/completions", **sent) as answer:
+            assert answer.status == 200
+        ranks = [[got.get("X-data-parallel-rank") for _, _, got in one.asked] for one in (fleet.prefill, *fleet.decode)]
+        assert ranks == [[None, None], ["1", "1"]]
 
 
 TEXT = {"role": "user", "content": "a"}
@@ -298,64 +244,46 @@ PICTURE = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "
     ],
 )
 @pytest.mark.parametrize("more", [{}, {"stream": True, "n": 2, "tools": [{}]}])
-def test_a_chat_of_text_is_rendered_once(messages, is_text, more):
+async def test_a_chat_of_text_is_rendered_once(messages, is_text, more):
     """Of a template with a date two engines would make two prompts at midnight. Ids have no pictures."""
-
-    async def test():
-        async with Fleet() as fleet:
-            body = {"model": "tiny", "messages": messages} | more
-            async with fleet.client.post("/v1/chat/completions", json=body) as answer:
-                assert answer.status == 200
-                await answer.read()
-            (prefilled,), (decoded,) = ([got for _, got, _ in one.asked] for one in (fleet.prefill, *fleet.decode))
-            assert prefilled.get("return_token_ids", False) == is_text
-            ids = {"prompt_token_ids": [1, 2, 3]} if is_text else {}
-            assert decoded == body | {"kv_transfer_params": PARAMS | ids}
-
-    run(test())
+    async with Fleet() as fleet:
+        body = {"model": "tiny", "messages": messages} | more
+        async with fleet.client.post("/v1/chat/completions", json=body) as answer:
+            assert answer.status == 200
+            await answer.read()
+        (prefilled,), (decoded,) = ([got for _, got, _ in one.asked] for one in (fleet.prefill, *fleet.decode))
+        assert prefilled.get("return_token_ids", False) == is_text
+        ids = {"prompt_token_ids": [1, 2, 3]} if is_text else {}
+        assert decoded == body | {"kv_transfer_params": PARAMS | ids}
 
 
-def test_long_chats_are_not_read(monkeypatch):
-    messages = json.dumps([TEXT]).encode()
-    for limit, is_read in ((len(messages), True), (len(messages) - 1, False)):
-        monkeypatch.setattr(bodies, "MAX_CHAT_BYTES", limit)
-        assert bodies.is_text_chat({"messages": messages}) == is_read
-
-
-def test_a_ticket_that_failed_is_repeated_with_the_rendered_prompt():
+async def test_a_ticket_that_failed_is_repeated_with_the_rendered_prompt():
     """With a ticket D renders the chat while P does, and may get another date."""
-
-    async def test():
-        async with Fleet(None, None, tickets=True) as fleet:
-            await fleet.chat("a")
-            first = fleet.decode[1]
-            first.status = 500
-            assert (await fleet.chat("b"))[0] == 200
-            assert "kvhma_ticket" in first.asked[-1][1]["kv_transfer_params"]
-            assert fleet.decode[0].asked[-1][1]["kv_transfer_params"] == PARAMS | {"prompt_token_ids": [1, 2, 3]}
-
-    run(test())
+    async with Fleet(None, None, tickets=True) as fleet:
+        await fleet.chat("a")
+        first = fleet.decode[1]
+        first.status = 500
+        assert (await fleet.chat("b"))[0] == 200
+        assert "kvhma_ticket" in first.asked[-1][1]["kv_transfer_params"]
+        assert fleet.decode[0].asked[-1][1]["kv_transfer_params"] == PARAMS | {"prompt_token_ids": [1, 2, 3]}
 
 
 def answered(number):
     return {"do_remote_decode": True, "do_remote_prefill": False, "kvhma": {"number": number}}
 
 
-def test_the_next_turn_of_a_chat_gets_the_parameters_of_the_last():
-    async def test():
-        async with Fleet(usage(40), turns=proxy.Turns()) as fleet:
-            (decode,), prefill = fleet.decode, fleet.prefill
-            given = []
-            for number, said in enumerate([["a"], ["a", "b", "c"], ["a", "b", "c", "d", "e"]]):
-                decode.params = answered(number)
-                status, text = await fleet.chat(*said, kv_transfer_params={"mine": 1})
-                assert status == 200
-                assert "kv_transfer_params" not in json.loads(text), "where engines are is nothing for clients"
-                given.append(prefill.asked[-1][1]["kv_transfer_params"])
-                assert decode.asked[-1][1]["kv_transfer_params"] == PARAMS | {"prompt_token_ids": [1, 2, 3]}
-            assert given == [proxy.PREFILL_PARAMS, answered(0), answered(1)]
-
-    run(test())
+async def test_the_next_turn_of_a_chat_gets_the_parameters_of_the_last():
+    async with Fleet(usage(40), turns=proxy.Turns()) as fleet:
+        (decode,), prefill = fleet.decode, fleet.prefill
+        given = []
+        for number, said in enumerate([["a"], ["a", "b", "c"], ["a", "b", "c", "d", "e"]]):
+            decode.params = answered(number)
+            status, text = await fleet.chat(*said, kv_transfer_params={"mine": 1})
+            assert status == 200
+            assert "kv_transfer_params" not in json.loads(text), "where engines are is nothing for clients"
+            given.append(prefill.asked[-1][1]["kv_transfer_params"])
+            assert decode.asked[-1][1]["kv_transfer_params"] == PARAMS | {"prompt_token_ids": [1, 2, 3]}
+        assert given == [proxy.PREFILL_PARAMS, answered(0), answered(1)]
 
 
 @pytest.mark.parametrize(
@@ -370,27 +298,21 @@ def test_the_next_turn_of_a_chat_gets_the_parameters_of_the_last():
         (["a", "b", "c"], {"messages": [1, None]}),
     ],
 )
-def test_other_chats_get_no_parameters(said, more):
-    async def test():
-        async with Fleet(turns=proxy.Turns()) as fleet:
-            fleet.decode[0].params = answered(0)
-            await fleet.chat("a")
-            assert (await fleet.chat(*said, **more))[0] == 200
-            assert fleet.prefill.asked[-1][1]["kv_transfer_params"] == proxy.PREFILL_PARAMS
-
-    run(test())
+async def test_other_chats_get_no_parameters(said, more):
+    async with Fleet(turns=proxy.Turns()) as fleet:
+        fleet.decode[0].params = answered(0)
+        await fleet.chat("a")
+        assert (await fleet.chat(*said, **more))[0] == 200
+        assert fleet.prefill.asked[-1][1]["kv_transfer_params"] == proxy.PREFILL_PARAMS
 
 
 @pytest.mark.parametrize("turns", [None, proxy.Turns(seconds=0)])
-def test_without_turns_and_after_a_time_nothing_is_kept(turns):
-    async def test():
-        async with Fleet(turns=turns) as fleet:
-            fleet.decode[0].params = answered(0)
-            await fleet.chat("a")
-            await fleet.chat("a", "b", "c")
-            assert fleet.prefill.asked[-1][1]["kv_transfer_params"] == proxy.PREFILL_PARAMS
-
-    run(test())
+async def test_without_turns_and_after_a_time_nothing_is_kept(turns):
+    async with Fleet(turns=turns) as fleet:
+        fleet.decode[0].params = answered(0)
+        await fleet.chat("a")
+        await fleet.chat("a", "b", "c")
+        assert fleet.prefill.asked[-1][1]["kv_transfer_params"] == proxy.PREFILL_PARAMS
 
 
 def test_chats_that_are_kept_have_a_bound():
@@ -404,15 +326,12 @@ def test_chats_that_are_kept_have_a_bound():
 
 
 @pytest.mark.parametrize(("status", "body"), [(400, {}), (200, {"stream": True})])
-def test_with_turns_refusals_and_streams_are_as_without(status, body):
-    async def test():
-        async with Fleet(usage(3), turns=proxy.Turns()) as fleet:
-            fleet.decode[0].status = status
-            found, text = await fleet.chat("a", **body)
-            assert found == status
-            assert ("[DONE]" in text) == (status == 200)
-
-    run(test())
+async def test_with_turns_refusals_and_streams_are_as_without(status, body):
+    async with Fleet(usage(3), turns=proxy.Turns()) as fleet:
+        fleet.decode[0].status = status
+        found, text = await fleet.chat("a", **body)
+        assert found == status
+        assert ("[DONE]" in text) == (status == 200)
 
 
 async def asked(*engines, times=2):
@@ -436,162 +355,119 @@ def params_of(engine):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_both_engines_are_asked_at_once(stream):
-    async def test():
-        async with Fleet(usage(48), tickets=True) as fleet:
-            begun = await second(fleet, stream=stream)
-            p, d = params_of(fleet.prefill), params_of(fleet.decode[0])
-            assert len(bytes.fromhex(p["kvhma_ticket"])) == 16
-            assert d == {
-                "do_remote_prefill": True,
-                "remote_host": "p",
-                "remote_port": 5600,
-                "kvhma_ticket": p["kvhma_ticket"],
-            }
-            assert fleet.prefill.asked[-1][1]["max_tokens"] == 1
-            for engine in (fleet.prefill, fleet.decode[0]):
-                engine.may_answer.set()
-            status, text = await begun
-            assert (status, '"text": "a"' in text) == (200, True)
-
-    run(test())
+async def test_both_engines_are_asked_at_once(stream):
+    async with Fleet(usage(48), tickets=True) as fleet:
+        begun = await second(fleet, stream=stream)
+        p, d = params_of(fleet.prefill), params_of(fleet.decode[0])
+        assert len(bytes.fromhex(p["kvhma_ticket"])) == 16
+        assert d == {
+            "do_remote_prefill": True,
+            "remote_host": "p",
+            "remote_port": 5600,
+            "kvhma_ticket": p["kvhma_ticket"],
+        }
+        assert fleet.prefill.asked[-1][1]["max_tokens"] == 1
+        for engine in (fleet.prefill, fleet.decode[0]):
+            engine.may_answer.set()
+        status, text = await begun
+        assert (status, '"text": "a"' in text) == (200, True)
 
 
-@pytest.mark.parametrize(("words", "expected"), [([], False), (["--tickets"], True)])
-def test_tickets_are_drawn_only_if_asked_for(words, expected):
-    """RESULTS_SERVE.md: with 10 or 32 long prompts at a time they lose."""
-    made = parser().parse_args(["--prefill", "http://p:1", "--decode", "http://d:1", *words])
-    assert made.tickets is expected
-
-
-def test_each_request_has_a_ticket_of_its_own():
-    async def test():
-        async with Fleet(tickets=True) as fleet:
-            for _ in range(3):
-                await fleet.complete()
-            tickets = [body["kv_transfer_params"].get("kvhma_ticket") for _, body, _ in fleet.prefill.asked]
-            assert (tickets[0], len(set(tickets))) == (None, 3)
-
-    run(test())
-
-
-def test_a_repeat_goes_one_after_the_other():
-    """The address that the decode engine got with the ticket may be the reason for the repeat."""
-
-    async def test():
-        async with Fleet(tickets=True) as fleet:
+async def test_each_request_has_a_ticket_of_its_own():
+    async with Fleet(tickets=True) as fleet:
+        for _ in range(3):
             await fleet.complete()
-            fleet.decode[0].drops = 1
-            assert (await fleet.complete())[0] == 200
-            given = [body["kv_transfer_params"] for _, body, _ in fleet.decode[0].asked]
-            assert ["kvhma_ticket" in params for params in given] == [False, True, False]
-
-    run(test())
+        tickets = [body["kv_transfer_params"].get("kvhma_ticket") for _, body, _ in fleet.prefill.asked]
+        assert (tickets[0], len(set(tickets))) == (None, 3)
 
 
-def test_an_answer_that_breaks_off_is_not_asked_for_again():
-    async def test():
-        async with Fleet() as fleet:
-            fleet.decode[0].status, fleet.decode[0].error = 400, "x" * (2 << 20)
-            assert (await fleet.complete())[0] == 502
-            assert len(fleet.decode[0].asked) == 1
+async def test_a_repeat_goes_one_after_the_other():
+    """The address that the decode engine got with the ticket may be the reason for the repeat."""
+    async with Fleet(tickets=True) as fleet:
+        await fleet.complete()
+        fleet.decode[0].drops = 1
+        assert (await fleet.complete())[0] == 200
+        given = [body["kv_transfer_params"] for _, body, _ in fleet.decode[0].asked]
+        assert ["kvhma_ticket" in params for params in given] == [False, True, False]
 
-    run(test())
+
+async def test_an_answer_that_breaks_off_is_not_asked_for_again():
+    async with Fleet() as fleet:
+        fleet.decode[0].status, fleet.decode[0].error = 400, "x" * (2 << 20)
+        assert (await fleet.complete())[0] == 502
+        assert len(fleet.decode[0].asked) == 1
 
 
-def test_a_request_that_aiohttp_refuses_is_answered(caplog):
-    async def test():
-        async with Fleet() as fleet:
-            url = fleet.client._base_url
-            reader, writer = await asyncio.open_connection(url.host, url.port)
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: bogus\r\nContent-Length: 2\r\n\r\n{}")
-            assert b" 417 " in await reader.readline()
-            writer.close()
-
-    run(test())
+async def test_a_request_that_aiohttp_refuses_is_answered(caplog):
+    async with Fleet() as fleet:
+        url = fleet.client._base_url
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: bogus\r\nContent-Length: 2\r\n\r\n{}")
+        assert b" 417 " in await reader.readline()
+        writer.close()
     assert "Traceback" not in caplog.text
 
 
-def test_samples_go_one_after_the_other():
-    async def test():
-        async with Fleet(tickets=True) as fleet:
-            await fleet.complete()
-            await fleet.complete(n=2)
-            assert "kvhma_ticket" not in params_of(fleet.prefill)
-
-    run(test())
+async def test_samples_go_one_after_the_other():
+    async with Fleet(tickets=True) as fleet:
+        await fleet.complete()
+        await fleet.complete(n=2)
+        assert "kvhma_ticket" not in params_of(fleet.prefill)
 
 
 @pytest.mark.parametrize("which", ["prefill", "decode"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_engine_that_fails_ends_the_request_at_the_other_one(which, stream):
-    async def test():
-        async with Fleet(tickets=True) as fleet:
-            begun = await second(fleet, stream=stream)
-            failing, other = fleet.prefill, fleet.decode[0]
-            if which == "decode":
-                failing, other = other, failing
-            failing.status, failing.error = 400, f"{which} says no"
-            failing.may_answer.set()
-            status, text = await begun
-            assert (status, json.loads(text)) == (400, {"error": f"{which} says no"})
-            await asyncio.wait_for(other.ended.wait(), 5)
-
-    run(test())
+async def test_an_engine_that_fails_ends_the_request_at_the_other_one(which, stream):
+    async with Fleet(tickets=True) as fleet:
+        begun = await second(fleet, stream=stream)
+        failing, other = fleet.prefill, fleet.decode[0]
+        if which == "decode":
+            failing, other = other, failing
+        failing.status, failing.error = 400, f"{which} says no"
+        failing.may_answer.set()
+        status, text = await begun
+        assert (status, json.loads(text)) == (400, {"error": f"{which} says no"})
+        await asyncio.wait_for(other.ended.wait(), 5)
 
 
-def test_another_scheduler_of_the_prefill_engine():
+async def test_another_scheduler_of_the_prefill_engine():
     """With data parallelism the decode engine asks a rank that has never received the ticket."""
-
-    async def test():
-        async with Fleet(tickets=True) as fleet:
-            begun = await second(fleet)
-            decode = fleet.decode[0]
-            fleet.prefill.params = PARAMS | {"remote_port": 5601}
-            fleet.prefill.may_answer.set()
-            await asked(decode, times=3)
-            decode.may_answer.set()
-            assert (await begun)[0] == 200
-            assert params_of(decode) == PARAMS | {"remote_port": 5601}
-            await fleet.complete()
-            assert "kvhma_ticket" not in params_of(fleet.prefill), "it has two ranks: unknown which"
-
-    run(test())
+    async with Fleet(tickets=True) as fleet:
+        begun = await second(fleet)
+        decode = fleet.decode[0]
+        fleet.prefill.params = PARAMS | {"remote_port": 5601}
+        fleet.prefill.may_answer.set()
+        await asked(decode, times=3)
+        decode.may_answer.set()
+        assert (await begun)[0] == 200
+        assert params_of(decode) == PARAMS | {"remote_port": 5601}
+        await fleet.complete()
+        assert "kvhma_ticket" not in params_of(fleet.prefill), "it has two ranks: unknown which"
 
 
-def test_a_decode_engine_that_needs_nothing_does_not_wait():
-    async def test():
-        async with Fleet(tickets=True) as fleet:
-            begun = await second(fleet)
-            fleet.decode[0].may_answer.set()
-            assert (await begun)[0] == 200
-            await asyncio.wait_for(fleet.prefill.ended.wait(), 5)
-
-    run(test())
+async def test_a_decode_engine_that_needs_nothing_does_not_wait():
+    async with Fleet(tickets=True) as fleet:
+        begun = await second(fleet)
+        fleet.decode[0].may_answer.set()
+        assert (await begun)[0] == 200
+        await asyncio.wait_for(fleet.prefill.ended.wait(), 5)
 
 
-def test_a_prompt_that_the_decode_engine_has_is_not_kept_for_it():
+async def test_a_prompt_that_the_decode_engine_has_is_not_kept_for_it():
     """The prefill engine learns that it is not needed, and answers without parameters, maybe first."""
-
-    async def test():
-        async with Fleet(tickets=True) as fleet:
-            begun = await second(fleet)
-            fleet.prefill.params = None
-            fleet.prefill.may_answer.set()
-            await asyncio.sleep(0.1)
-            assert not begun.done()
-            fleet.decode[0].may_answer.set()
-            assert (await begun)[0] == 200
-
-    run(test())
+    async with Fleet(tickets=True) as fleet:
+        begun = await second(fleet)
+        fleet.prefill.params = None
+        fleet.prefill.may_answer.set()
+        await asyncio.sleep(0.1)
+        assert not begun.done()
+        fleet.decode[0].may_answer.set()
+        assert (await begun)[0] == 200
 
 
-def test_a_client_that_hangs_up_ends_both():
-    async def test():
-        async with Fleet(tickets=True) as fleet:
-            begun = await second(fleet)
-            begun.cancel()
-            for engine in (fleet.prefill, fleet.decode[0]):
-                await asyncio.wait_for(engine.ended.wait(), 5)
-
-    run(test())
+async def test_a_client_that_hangs_up_ends_both():
+    async with Fleet(tickets=True) as fleet:
+        begun = await second(fleet)
+        begun.cancel()
+        for engine in (fleet.prefill, fleet.decode[0]):
+            await asyncio.wait_for(engine.ended.wait(), 5)

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 import zlib
-from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -20,8 +19,8 @@ import pytest
 aiohttp = pytest.importorskip("aiohttp", reason="make dev installs it")
 msgspec = pytest.importorskip("msgspec", reason="make dev installs it")
 
-from kvhma.proxy import Turns, answers, bodies, engines
-from support.fleet import PARAMS, Engine, Fleet, run, usage
+from kvhma.proxy import Turns, answers, engines
+from support.fleet import PARAMS, Engine, Fleet, usage
 
 
 def events_in(text):
@@ -34,101 +33,74 @@ def cached(form):
 
 @pytest.mark.parametrize("tickets", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_cached_tokens_are_those_that_the_prefill_engine_had(stream, tickets):
-
-    async def test():
-        async with Fleet(usage(48), tickets=tickets) as fleet:
-            for at_p in (0, 32):
-                fleet.prefill.params = PARAMS | {"remote_prefill_cached_tokens": at_p}
-                status, text = await fleet.complete(stream=stream)
-                assert status == 200
-                assert cached(events_in(text)[-1] if stream else json.loads(text)) == at_p
-            given = [body["kv_transfer_params"] for _, body, _ in fleet.decode[0].asked]
-            assert all("remote_prefill_cached_tokens" not in params for params in given)
-            assert ["kvhma_ticket" in params for params in given] == [False, tickets]
-
-    run(test())
+async def test_cached_tokens_are_those_that_the_prefill_engine_had(stream, tickets):
+    async with Fleet(usage(48), tickets=tickets) as fleet:
+        for at_p in (0, 32):
+            fleet.prefill.params = PARAMS | {"remote_prefill_cached_tokens": at_p}
+            status, text = await fleet.complete(stream=stream)
+            assert status == 200
+            assert cached(events_in(text)[-1] if stream else json.loads(text)) == at_p
+        given = [body["kv_transfer_params"] for _, body, _ in fleet.decode[0].asked]
+        assert all("remote_prefill_cached_tokens" not in params for params in given)
+        assert ["kvhma_ticket" in params for params in given] == [False, tickets]
 
 
-def test_a_prefill_that_outlasts_the_answer_ends_with_it():
-
-    async def test():
-        async with Fleet(usage(48), tickets=True) as fleet:
-            await fleet.complete()
-            fleet.prefill.may_answer.clear()
-            status, text = await fleet.complete()
-            assert (status, cached(json.loads(text))) == (200, 48)
-            await asyncio.wait_for(fleet.prefill.ended.wait(), 5)
-
-    run(test())
+async def test_a_prefill_that_outlasts_the_answer_ends_with_it():
+    async with Fleet(usage(48), tickets=True) as fleet:
+        await fleet.complete()
+        fleet.prefill.may_answer.clear()
+        status, text = await fleet.complete()
+        assert (status, cached(json.loads(text))) == (200, 48)
+        await asyncio.wait_for(fleet.prefill.ended.wait(), 5)
 
 
 @pytest.mark.parametrize("wrong", [None, -1, "9", [1]])
-def test_a_wrong_number_of_cached_tokens_is_left_out(wrong):
-    async def test():
-        async with Fleet(usage(48)) as fleet:
-            fleet.prefill.params = PARAMS | {"remote_prefill_cached_tokens": wrong}
-            assert cached(json.loads((await fleet.complete())[1])) == 48
-
-    run(test())
+async def test_a_wrong_number_of_cached_tokens_is_left_out(wrong):
+    async with Fleet(usage(48)) as fleet:
+        fleet.prefill.params = PARAMS | {"remote_prefill_cached_tokens": wrong}
+        assert cached(json.loads((await fleet.complete())[1])) == 48
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_no_client_sees_parameters_of_an_engine(path, stream):
-    async def test():
-        async with Fleet(usage(1)) as fleet:
-            status, text = await fleet.complete(path, stream=stream, kv_transfer_params={"remote_host": "evil"})
-            assert (status, "kv_transfer_params" in text, "remote_host" in text) == (200, False, False)
-            assert "evil" not in str(fleet.decode[0].asked)
-
-    run(test())
-
-
-def test_the_words_of_an_answer_are_no_keys():
-    assert bodies.form_of(b'{"text": "\\"cached_tokens\\": 5"}')
-    words = rb'data: {"choices": [{"text": "\"kv_transfer_params\": 1, \"cached_tokens\": 5"}]}'
-    assert not any(key in words for key in answers._CHANGED)
+async def test_no_client_sees_parameters_of_an_engine(path, stream):
+    async with Fleet(usage(1)) as fleet:
+        status, text = await fleet.complete(path, stream=stream, kv_transfer_params={"remote_host": "evil"})
+        assert (status, "kv_transfer_params" in text, "remote_host" in text) == (200, False, False)
+        assert "evil" not in str(fleet.decode[0].asked)
 
 
 @pytest.mark.parametrize("tickets", [False, True])
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("stream", [False, True])
-def test_each_prompt_of_a_body_is_handed_over(stream, samples, tickets):
-
-    async def test():
-        async with Fleet(usage(48), usage(48), tickets=tickets) as fleet:
-            prompts = [[1, 2], [3], [4, 5, 6]]
-            status, text = await fleet.complete(prompt=prompts, stream=stream, n=samples, max_tokens=7)
-            assert status == 200
-            assert [body["prompt"] for _, body, _ in fleet.prefill.asked] == prompts
-            asked = [(body, headers) for engine in fleet.decode for _, body, headers in engine.asked]
-            assert sorted(body["prompt"] for body, _ in asked) == prompts
-            assert all(body["kv_transfer_params"]["remote_host"] == "p" for body, _ in asked)
-            assert len({headers["X-Request-Id"] for _, headers in asked}) == 3
-            forms = events_in(text) if stream else [json.loads(text)]
-            found = [choice["index"] for form in forms for choice in form["choices"]]
-            assert found == list(range(3 * samples))
-            assert forms[-1]["usage"] == {
-                "prompt_tokens": 150,
-                "total_tokens": 153,
-                "prompt_tokens_details": {"cached_tokens": 0},
-            }
-            assert text.count("[DONE]") == (1 if stream else 0)
-
-    run(test())
+async def test_each_prompt_of_a_body_is_handed_over(stream, samples, tickets):
+    async with Fleet(usage(48), usage(48), tickets=tickets) as fleet:
+        prompts = [[1, 2], [3], [4, 5, 6]]
+        status, text = await fleet.complete(prompt=prompts, stream=stream, n=samples, max_tokens=7)
+        assert status == 200
+        assert [body["prompt"] for _, body, _ in fleet.prefill.asked] == prompts
+        asked = [(body, headers) for engine in fleet.decode for _, body, headers in engine.asked]
+        assert sorted(body["prompt"] for body, _ in asked) == prompts
+        assert all(body["kv_transfer_params"]["remote_host"] == "p" for body, _ in asked)
+        assert len({headers["X-Request-Id"] for _, headers in asked}) == 3
+        forms = events_in(text) if stream else [json.loads(text)]
+        found = [choice["index"] for form in forms for choice in form["choices"]]
+        assert found == list(range(3 * samples))
+        assert forms[-1]["usage"] == {
+            "prompt_tokens": 150,
+            "total_tokens": 153,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }
+        assert text.count("[DONE]") == (1 if stream else 0)
 
 
-def test_a_prompt_that_is_refused_ends_the_others():
-    async def test():
-        async with Fleet(usage(48)) as fleet:
-            fleet.decode[0].status = 400
-            for stream in (False, True):
-                status, text = await fleet.complete(prompt=["a"] * 100, stream=stream)
-                assert (status, json.loads(text)) == (400, {"error": "no such model"})
-            assert len(fleet.decode[0].asked) <= 2 * 33
-
-    run(test())
+async def test_a_prompt_that_is_refused_ends_the_others():
+    async with Fleet(usage(48)) as fleet:
+        fleet.decode[0].status = 400
+        for stream in (False, True):
+            status, text = await fleet.complete(prompt=["a"] * 100, stream=stream)
+            assert (status, json.loads(text)) == (400, {"error": "no such model"})
+        assert len(fleet.decode[0].asked) <= 2 * 33
 
 
 @pytest.mark.parametrize(
@@ -149,64 +121,44 @@ def test_a_prompt_that_is_refused_ends_the_others():
     ],
     ids=range(12),
 )
-def test_hostile_bodies_are_refused_in_the_form_of_openai(body, status):
-    async def test():
-        async with Fleet() as fleet, fleet.client.post("/v1/completions", data=io.BytesIO(body)) as answer:
-            error = (await answer.json())["error"]
-            assert (answer.status, error["code"], error["type"]) == (status, status, "BadRequestError")
-            assert not fleet.prefill.asked
-
-    run(test())
+async def test_hostile_bodies_are_refused_in_the_form_of_openai(body, status):
+    async with Fleet() as fleet, fleet.client.post("/v1/completions", data=io.BytesIO(body)) as answer:
+        error = (await answer.json())["error"]
+        assert (answer.status, error["code"], error["type"]) == (status, status, "BadRequestError")
+        assert not fleet.prefill.asked
 
 
 @pytest.mark.parametrize("content", [b'"\xff' + b"a" * 40 + b'"', b'1e999, "x": "' + b"a" * 40 + b'"'])
-def test_messages_that_are_no_json_are_refused(content):
-
-    async def test():
-        async with Fleet(turns=Turns()) as fleet:
-            body = b'{"messages": [{"role": "user", "content": ' + content + b'}, {"role": "assistant"}]}'
-            async with fleet.client.post("/v1/chat/completions", data=body) as answer:
-                assert (answer.status, (await answer.json())["error"]["type"]) == (400, "BadRequestError")
-            assert not fleet.prefill.asked
-
-    run(test())
+async def test_messages_that_are_no_json_are_refused(content):
+    async with Fleet(turns=Turns()) as fleet:
+        body = b'{"messages": [{"role": "user", "content": ' + content + b'}, {"role": "assistant"}]}'
+        async with fleet.client.post("/v1/chat/completions", data=body) as answer:
+            assert (answer.status, (await answer.json())["error"]["type"]) == (400, "BadRequestError")
+        assert not fleet.prefill.asked
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
 @pytest.mark.parametrize("coding", ["deflate", "gzip"])
 @pytest.mark.parametrize("data", [b"junk", zlib.compress(b'{"prompt": "a"}')[:-5]], ids=["junk", "cut"])
-def test_a_compressed_body_that_is_none_is_refused(path, coding, data):
-    async def test():
-        async with Fleet() as fleet:
-            headers = {"Content-Encoding": coding}
-            async with fleet.client.post(path, data=data, headers=headers) as answer:
-                assert answer.status == 400
-            assert (await fleet.complete())[0] == 200
-
-    run(test())
-
-
-def test_a_long_body_is_passed_on_unread():
-    body = bodies.object_in(b'{"prompt": [1' + b",1" * 100_000 + b'], "n": 2, "kv_transfer_params": {}}')
-    assert {key: type(value) for key, value in body.items()} == {"prompt": msgspec.Raw, "n": msgspec.Raw}
-    assert bodies.plain(body) == {"prompt": ..., "n": 2}
-    assert bodies.prompts_in(body) == []
+async def test_a_compressed_body_that_is_none_is_refused(path, coding, data):
+    async with Fleet() as fleet:
+        headers = {"Content-Encoding": coding}
+        async with fleet.client.post(path, data=data, headers=headers) as answer:
+            assert answer.status == 400
+        assert (await fleet.complete())[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/models/tiny", "/v1/responses", "/v1/embeddings", "/tokenize"])
-def test_other_paths_are_those_of_a_decode_engine(path):
-    async def test():
-        async with Fleet(usage(1)) as fleet:
-            if path == "/v1/models/tiny":
-                assert (await fleet.get(path + "?a=b"))[0] == 200
-            else:
-                status, _ = await fleet.complete(path + "?a=b", kv_transfer_params={"x": 1})
-                assert status == 200
-                ((asked, body, _),) = fleet.decode[0].asked
-                assert (asked, "kv_transfer_params" in body) == (path, False)
-            assert not fleet.prefill.asked
-
-    run(test())
+async def test_other_paths_are_those_of_a_decode_engine(path):
+    async with Fleet(usage(1)) as fleet:
+        if path == "/v1/models/tiny":
+            assert (await fleet.get(path + "?a=b"))[0] == 200
+        else:
+            status, _ = await fleet.complete(path + "?a=b", kv_transfer_params={"x": 1})
+            assert status == 200
+            ((asked, body, _),) = fleet.decode[0].asked
+            assert (asked, "kv_transfer_params" in body) == (path, False)
+        assert not fleet.prefill.asked
 
 
 @pytest.mark.parametrize(
@@ -222,17 +174,14 @@ def test_other_paths_are_those_of_a_decode_engine(path):
         *("/v1/./load_lora_adapter", "/v1/%2e/load_lora_adapter", "/v1/.", "/v1/./responses"),
     ],
 )
-def test_what_operators_ask_of_engines_is_not_passed_on(path):
+async def test_what_operators_ask_of_engines_is_not_passed_on(path):
     from yarl import URL
 
-    async def test():
-        async with Fleet() as fleet:
-            url = URL(str(fleet.client._base_url).rstrip("/") + path, encoded=True)
-            async with aiohttp.ClientSession() as client, client.post(url, json={}) as answer:
-                assert (answer.status, (await answer.json())["error"]["type"]) == (404, "NotFoundError")
-            assert not fleet.decode[0].asked
-
-    run(test())
+    async with Fleet() as fleet:
+        url = URL(str(fleet.client._base_url).rstrip("/") + path, encoded=True)
+        async with aiohttp.ClientSession() as client, client.post(url, json={}) as answer:
+            assert (answer.status, (await answer.json())["error"]["type"]) == (404, "NotFoundError")
+        assert not fleet.decode[0].asked
 
 
 async def send_raw(url, head, body):
@@ -252,34 +201,27 @@ async def send_raw(url, head, body):
         b"POST /v1/completions?a=%00&b=%zz HTTP/1.1",
     ],
 )
-def test_no_request_makes_an_engine_seem_dead(head):
-    async def test():
-        async with Fleet(None, None) as fleet:
-            for _ in range(2):
-                assert b" 200 " in (await send_raw(fleet.client._base_url, head, b'{"prompt": "a"}'))[:20]
-            states = json.loads((await fleet.get("/health"))[1])
-            assert {state for known in states.values() for state in known.values()} == {"ok"}
-            assert [len(engine.asked) for engine in fleet.decode] == [1, 1]
-
-    run(test())
+async def test_no_request_makes_an_engine_seem_dead(head):
+    async with Fleet(None, None) as fleet:
+        for _ in range(2):
+            assert b" 200 " in (await send_raw(fleet.client._base_url, head, b'{"prompt": "a"}'))[:20]
+        states = json.loads((await fleet.get("/health"))[1])
+        assert {state for known in states.values() for state in known.values()} == {"ok"}
+        assert [len(engine.asked) for engine in fleet.decode] == [1, 1]
 
 
 @pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r", b"\r\n\n"])
-def test_events_are_passed_on_as_they_come(end):
-
-    async def test():
-        async with Fleet(usage(48)) as fleet:
-            fleet.decode[0].event_end, fleet.decode[0].hangs = end, True
-            async with fleet.client.post("/v1/completions", json={"prompt": "a", "stream": True}) as answer:
-                event = await asyncio.wait_for(answer.content.readany(), 5)
-                assert json.loads(event.removeprefix(b"data: "))["choices"]
-                assert b"remote_host" not in event
-            fleet.decode[0].hangs = False
-            for prompt in ("a", ["a", "b"]):
-                status, text = await fleet.complete(prompt=prompt, stream=True)
-                assert (status, cached(events_in(text)[-1]), text.count("[DONE]")) == (200, 0, 1)
-
-    run(test())
+async def test_events_are_passed_on_as_they_come(end):
+    async with Fleet(usage(48)) as fleet:
+        fleet.decode[0].event_end, fleet.decode[0].hangs = end, True
+        async with fleet.client.post("/v1/completions", json={"prompt": "a", "stream": True}) as answer:
+            event = await asyncio.wait_for(answer.content.readany(), 5)
+            assert json.loads(event.removeprefix(b"data: "))["choices"]
+            assert b"remote_host" not in event
+        fleet.decode[0].hangs = False
+        for prompt in ("a", ["a", "b"]):
+            status, text = await fleet.complete(prompt=prompt, stream=True)
+            assert (status, cached(events_in(text)[-1]), text.count("[DONE]")) == (200, 0, 1)
 
 
 def answer_of(chunks):
@@ -296,7 +238,7 @@ def answer_of(chunks):
 
 
 @pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r"])
-def test_an_event_ends_wherever_its_bytes_are_cut(end):
+async def test_an_event_ends_wherever_its_bytes_are_cut(end):
     events = [b": ping" + end, b"event: a\ndata: {}" + end, b"data: 3" + end, b"data: cut"]
     text = b"".join(events)
 
@@ -306,17 +248,14 @@ def test_an_event_ends_wherever_its_bytes_are_cut(end):
         async for event in answer.events():
             yield event, sum(map(len, left))
 
-    async def test():
-        after = [len(text) - sum(map(len, events[: count + 1])) for count in range(len(events))]
-        one_by_one = [pair async for pair in read([text[at : at + 1] for at in range(len(text))])]
-        assert one_by_one == list(zip(events, after, strict=True)), "each as soon as its last byte is there"
-        for cut in range(1, len(text)):
-            assert [event async for event, _ in read([text[:cut], text[cut:]])] == events
-
-    run(test())
+    after = [len(text) - sum(map(len, events[: count + 1])) for count in range(len(events))]
+    one_by_one = [pair async for pair in read([text[at : at + 1] for at in range(len(text))])]
+    assert one_by_one == list(zip(events, after, strict=True)), "each as soon as its last byte is there"
+    for cut in range(1, len(text)):
+        assert [event async for event, _ in read([text[:cut], text[cut:]])] == events
 
 
-def test_a_long_event_is_read_in_linear_time():
+async def test_a_long_event_is_read_in_linear_time():
 
     async def seconds(size):
         answer, _ = answer_of([b"x" * 65536] * (size // 65536) + [b"\n\n"])
@@ -324,39 +263,29 @@ def test_a_long_event_is_read_in_linear_time():
         await answer.begin()
         return time.thread_time() - begun
 
-    async def test():
-        assert min([await seconds(16 << 20) for _ in range(3)]) < 8 * min([await seconds(4 << 20) for _ in range(3)])
-
-    run(test())
+    assert min([await seconds(16 << 20) for _ in range(3)]) < 8 * min([await seconds(4 << 20) for _ in range(3)])
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_answers_have_a_bound(stream, monkeypatch):
+async def test_answers_have_a_bound(stream, monkeypatch):
     monkeypatch.setattr(answers, "MAX_EVENT_BYTES", 20)
     monkeypatch.setattr(answers, "MAX_ANSWER_BYTES", 20)
-
-    async def test():
-        async with Fleet(usage(1)) as fleet:
-            status, text = await fleet.complete(stream=stream)
-            assert (status, json.loads(text)["error"]["type"]) == (502, "decode_unreachable")
-
-    run(test())
+    async with Fleet(usage(1)) as fleet:
+        status, text = await fleet.complete(stream=stream)
+        assert (status, json.loads(text)["error"]["type"]) == (502, "decode_unreachable")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_answers_that_cannot_be_joined(stream):
-    async def test():
-        async with Fleet(None) as fleet:
-            fleet.decode[0].choices = [5]
-            status, text = await fleet.complete(prompt=["a", "b"], stream=stream)
-            assert (status, json.loads(text)["error"]["type"]) == (502, "decode_failed")
-
-    run(test())
+async def test_answers_that_cannot_be_joined(stream):
+    async with Fleet(None) as fleet:
+        fleet.decode[0].choices = [5]
+        status, text = await fleet.complete(prompt=["a", "b"], stream=stream)
+        assert (status, json.loads(text)["error"]["type"]) == (502, "decode_failed")
 
 
 @pytest.mark.parametrize("tickets", [False, True])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_dead_engine_is_left_out(role, tickets, monkeypatch):
+async def test_a_dead_engine_is_left_out(role, tickets, monkeypatch):
     asked, ask = [], engines.Engines.ask
 
     async def noted(self, role, engine, *arguments):
@@ -364,56 +293,45 @@ def test_a_dead_engine_is_left_out(role, tickets, monkeypatch):
         return await ask(self, role, engine, *arguments)
 
     monkeypatch.setattr(engines.Engines, "ask", noted)
-
-    async def test():
-        async with Fleet(usage(1), usage(1), prefills=2, tickets=tickets) as fleet:
-            for _ in range(4):
-                assert (await fleet.complete())[0] == 200
-            dead, alive = fleet.prefills if role == "prefill" else fleet.decode
-            url = dead.url
-            await dead.server.close()
-            asked.clear()
-            before = len(alive.asked)
-            for _ in range(8):
-                assert (await fleet.complete())[0] == 200
-            assert len(alive.asked) == before + 8
-            assert asked.count(url) == 1, "found out once, and by the check from then on"
-            assert (await fleet.get("/health"))[0] == 200, "another engine of this role answers"
-
-    run(test())
-
-
-def test_an_engine_that_comes_back_is_asked_again(monkeypatch):
-    monkeypatch.setattr(engines, "CHECK_SECONDS", 0.05)
-
-    async def test():
-        async with Fleet(None, None) as fleet:
-            dead = fleet.decode[0]
-            port = dead.server.port
-            await dead.server.close()
+    async with Fleet(usage(1), usage(1), prefills=2, tickets=tickets) as fleet:
+        for _ in range(4):
             assert (await fleet.complete())[0] == 200
-            again = Engine(port=port)
-            await again.server.start_server()
-            try:
-                while not again.asked:
-                    assert (await fleet.complete())[0] == 200
-            finally:
-                await again.server.close()
+        dead, alive = fleet.prefills if role == "prefill" else fleet.decode
+        url = dead.url
+        await dead.server.close()
+        asked.clear()
+        before = len(alive.asked)
+        for _ in range(8):
+            assert (await fleet.complete())[0] == 200
+        assert len(alive.asked) == before + 8
+        assert asked.count(url) == 1, "found out once, and by the check from then on"
+        assert (await fleet.get("/health"))[0] == 200, "another engine of this role answers"
 
-    run(test())
+
+async def test_an_engine_that_comes_back_is_asked_again(monkeypatch):
+    monkeypatch.setattr(engines, "CHECK_SECONDS", 0.05)
+    async with Fleet(None, None) as fleet:
+        dead = fleet.decode[0]
+        port = dead.server.port
+        await dead.server.close()
+        assert (await fleet.complete())[0] == 200
+        again = Engine(port=port)
+        await again.server.start_server()
+        try:
+            while not again.asked:
+                assert (await fleet.complete())[0] == 200
+        finally:
+            await again.server.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_is_repeated_once_where_nothing_of_an_answer_was_read(stream):
-    async def test():
-        async with Fleet(None, None, None) as fleet:
-            for engine in fleet.decode[:2]:
-                engine.status = 500
-            statuses = [(await fleet.complete(stream=stream))[0] for _ in range(2)]
-            assert statuses == [500, 200], "the first meets both engines that fail"
-            assert [len(engine.asked) for engine in fleet.decode] == [1, 1, 1]
-
-    run(test())
+async def test_a_request_is_repeated_once_where_nothing_of_an_answer_was_read(stream):
+    async with Fleet(None, None, None) as fleet:
+        for engine in fleet.decode[:2]:
+            engine.status = 500
+        statuses = [(await fleet.complete(stream=stream))[0] for _ in range(2)]
+        assert statuses == [500, 200], "the first meets both engines that fail"
+        assert [len(engine.asked) for engine in fleet.decode] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(("drops", "expected"), [(1, [200, 200]), (2, [502, 200])])
@@ -426,126 +344,84 @@ def test_a_request_is_repeated_once_where_nothing_of_an_answer_was_read(stream):
         ("decode", "/tokenize", False),
     ],
 )
-def test_a_single_engine_may_close_an_idle_connection(role, path, tickets, drops, expected):
+async def test_a_single_engine_may_close_an_idle_connection(role, path, tickets, drops, expected):
     """It does so at the moment when a request is sent."""
-
-    async def test():
-        async with Fleet(None, tickets=tickets) as fleet:
-            assert (await fleet.complete())[0] == 200
-            engine = fleet.prefill if role == "prefill" else fleet.decode[0]
-            engine.drops = drops
-            assert [(await fleet.complete(path))[0] for _ in range(2)] == expected
-            assert len(engine.asked) == 4
-            assert json.loads((await fleet.get("/health"))[1])[role] == {engine.url: "ok"}
-
-    run(test())
+    async with Fleet(None, tickets=tickets) as fleet:
+        assert (await fleet.complete())[0] == 200
+        engine = fleet.prefill if role == "prefill" else fleet.decode[0]
+        engine.drops = drops
+        assert [(await fleet.complete(path))[0] for _ in range(2)] == expected
+        assert len(engine.asked) == 4
+        assert json.loads((await fleet.get("/health"))[1])[role] == {engine.url: "ok"}
 
 
-def test_a_stream_that_has_begun_is_not_repeated():
-    async def test():
-        async with Fleet(None, None) as fleet:
-            for engine in fleet.decode:
-                engine.breaks = True
-            status, text = await fleet.complete(stream=True)
-            assert (status, "decode_lost" in text) == (200, True)
-            assert sum(len(engine.asked) for engine in fleet.decode) == 1
-
-    run(test())
+async def test_a_stream_that_has_begun_is_not_repeated():
+    async with Fleet(None, None) as fleet:
+        for engine in fleet.decode:
+            engine.breaks = True
+        status, text = await fleet.complete(stream=True)
+        assert (status, "decode_lost" in text) == (200, True)
+        assert sum(len(engine.asked) for engine in fleet.decode) == 1
 
 
 @pytest.mark.parametrize(("engines", "expected"), [(1, (502, [1])), (2, (200, [1, 1]))])
-def test_an_answer_that_is_cut_comes_from_another_engine(engines, expected):
-    async def test():
-        async with Fleet(*[None] * engines) as fleet:
-            fleet.decode[0].breaks = True
-            status, _ = await fleet.complete()
-            assert (status, [len(engine.asked) for engine in fleet.decode]) == expected
-
-    run(test())
+async def test_an_answer_that_is_cut_comes_from_another_engine(engines, expected):
+    async with Fleet(*[None] * engines) as fleet:
+        fleet.decode[0].breaks = True
+        status, _ = await fleet.complete()
+        assert (status, [len(engine.asked) for engine in fleet.decode]) == expected
 
 
-def test_what_a_client_did_wrong_is_not_repeated():
-    async def test():
-        async with Fleet(None, None) as fleet:
-            for engine in fleet.decode:
-                engine.status = 400
-            assert (await fleet.complete())[0] == 400
-            assert sum(len(engine.asked) for engine in fleet.decode) == 1
-
-    run(test())
+async def test_what_a_client_did_wrong_is_not_repeated():
+    async with Fleet(None, None) as fleet:
+        for engine in fleet.decode:
+            engine.status = 400
+        assert (await fleet.complete())[0] == 400
+        assert sum(len(engine.asked) for engine in fleet.decode) == 1
 
 
-def test_a_restarted_engine_is_followed_at_its_new_address():
-    p = "http://prefill:8100"
-    seen = engines.Engines([p], [])
-    for host in ("10.0.0.7", "10.0.0.9"):
-        for _ in range(1000):
-            seen.learn(p, PARAMS | {"remote_host": host})
-        assert seen.address_of(p) == (host, 5600)
-    seen.learn(p, PARAMS | {"remote_host": "10.0.0.7"})
-    assert seen.address_of(p) is None, "two ranks, or a restart"
+async def test_an_engine_that_was_gone_is_not_followed_at_its_old_address():
+    async with Fleet(tickets=True) as fleet:
+        await fleet.complete()
+        port = fleet.prefill.server.port
+        await fleet.prefill.server.close()
+        assert (await fleet.complete())[0] == 502
+        again = Engine(port=port)
+        await again.server.start_server()
+        try:
+            assert (await fleet.complete())[0] == 200
+            assert "kvhma_ticket" not in again.asked[0][1]["kv_transfer_params"]
+        finally:
+            await again.server.close()
 
 
-def test_an_engine_that_was_gone_is_not_followed_at_its_old_address():
-    async def test():
-        async with Fleet(tickets=True) as fleet:
-            await fleet.complete()
-            port = fleet.prefill.server.port
-            await fleet.prefill.server.close()
-            assert (await fleet.complete())[0] == 502
-            again = Engine(port=port)
-            await again.server.start_server()
-            try:
-                assert (await fleet.complete())[0] == 200
-                assert "kvhma_ticket" not in again.asked[0][1]["kv_transfer_params"]
-            finally:
-                await again.server.close()
-
-    run(test())
-
-
-def test_connections_are_closed_before_vllm_closes_them():
-    """Otherwise a request after a pause meets a connection that the engine is closing: 502."""
-
-    async def test():
-        fleet = engines.Engines([], [])
-        async with asynccontextmanager(fleet.connected)(None):
-            assert fleet._session.connector._keepalive_timeout < 5
-
-    run(test())
-
-
-def test_the_command_serves_two_of_each(tmp_path):
+async def test_the_command_serves_two_of_each(tmp_path):
     """A process before engines of another process; one of each is killed."""
+    async with Fleet(usage(48), usage(48), prefills=2) as fleet:
+        from kvhma.cli.serve_pair import free_ports
 
-    async def test():
-        async with Fleet(usage(48), usage(48), prefills=2) as fleet:
-            from kvhma.cli.serve_pair import free_ports
-
-            (port,) = free_ports(1)
-            command = [sys.executable, "-m", "kvhma.proxy", "--port", str(port)]
-            for option, of in (("--prefill", fleet.prefills), ("--decode", fleet.decode)):
-                command += [word for engine in of for word in (option, engine.url)]
-            with subprocess.Popen(command, env=os.environ, stdout=subprocess.DEVNULL) as process:
-                try:
-                    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}/") as client:
-                        while True:
-                            try:
-                                async with client.get("/health") as answer:
-                                    assert answer.status == 200
-                                    break
-                            except aiohttp.ClientConnectorError:
-                                await asyncio.sleep(0.05)
-                        for dead in ([], [fleet.prefills[0], fleet.decode[1]]):
-                            for engine in dead:
-                                await engine.server.close()
-                            for stream in (False, True) * 3:
-                                body = {"prompt": "a", "stream": stream}
-                                async with client.post("/v1/completions", json=body) as answer:
-                                    assert answer.status == 200
-                                    assert ("[DONE]" in await answer.text()) == stream
-                finally:
-                    process.send_signal(signal.SIGTERM)
-            assert process.returncode == 0
-
-    run(test())
+        (port,) = free_ports(1)
+        command = [sys.executable, "-m", "kvhma.proxy", "--port", str(port)]
+        for option, of in (("--prefill", fleet.prefills), ("--decode", fleet.decode)):
+            command += [word for engine in of for word in (option, engine.url)]
+        with subprocess.Popen(command, env=os.environ, stdout=subprocess.DEVNULL) as process:
+            try:
+                async with aiohttp.ClientSession(f"http://127.0.0.1:{port}/") as client:
+                    while True:
+                        try:
+                            async with client.get("/health") as answer:
+                                assert answer.status == 200
+                                break
+                        except aiohttp.ClientConnectorError:
+                            await asyncio.sleep(0.05)
+                    for dead in ([], [fleet.prefills[0], fleet.decode[1]]):
+                        for engine in dead:
+                            await engine.server.close()
+                        for stream in (False, True) * 3:
+                            body = {"prompt": "a", "stream": stream}
+                            async with client.post("/v1/completions", json=body) as answer:
+                                assert answer.status == 200
+                                assert ("[DONE]" in await answer.text()) == stream
+            finally:
+                process.send_signal(signal.SIGTERM)
+        assert process.returncode == 0
