@@ -29,7 +29,6 @@ from kvhma.oracle.traces import Step, Trace
 from support.cli_run import cli, refused
 from support.generate import generate
 from support.pairs import HERE, THERE
-from support.programs import program
 from support.recipe import draw
 from support.save import as_case
 from support.traced import RUNS, SSM, rows_of, small, steps_of, traced
@@ -265,17 +264,6 @@ def test_a_refusal_is_no_verdict_on_bytes() -> None:
     assert found == Judged("refused", refusal="ValueError: no")
 
 
-def test_the_picture_of_the_documentation_is_current() -> None:
-    """The smallest trace of groups of Mamba2 that every rank holds, as vLLM's connector reads them."""
-    trace = traces.load(Path(__file__).parents[2] / "docs" / "assets" / "mamba2-groups.jsonl")
-    ((_, found),) = audit(trace)
-    assert [str(cause) for cause in found.causes] == [
-        "wrong: 192 bytes of model.layers.0.mixer/C: they hold model.layers.0.mixer/ssm"
-    ]
-    first, second = trace.requests[0].steps[0][0].rows.tolist()
-    assert first[0] == second[0]
-
-
 def test_the_smallest_case_has_the_answer() -> None:
     steps = MUTANTS["another token"][0]
     case = answered(smallest(traced(small(), steps)).case)
@@ -301,24 +289,6 @@ def test_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     traces.save(trace(), path)
     assert list(traces.load(path).to_lines()) == list(trace().to_lines())
-
-
-def test_the_example_of_the_documentation() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "trace-format.md").read_text(encoding="utf-8")
-    example = text.split("```text\n")[1].split("```")[0]
-    ((_, found),) = audit(Trace.from_lines(example.splitlines()))
-    assert (found.outcome, found.descriptors, found.bytes) == ("right", 1, 6)
-
-
-def test_the_page_of_results_counts_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If not, run `PYTHONPATH=tools python -m audit.summary`."""
-    root = Path(__file__).parents[2]
-    monkeypatch.syspath_prepend(root / "tools")
-    page = (root / "docs/audit-results.md").read_text(encoding="utf-8")
-    summary = program("tools/audit/summary.py")
-    assert summary.filled(page) == page
-    assert "| NixlConnector of vLLM 0.32.0 | D reads | 546 | 216 | 99 | 231 |" in page
-    assert len(page.split()) < 300, "one screen"
 
 
 def test_the_schema() -> None:

@@ -142,27 +142,6 @@ def test_values_are_made_of_their_attributes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (LOCAL, "Geometry(rank 0 of 1, groups [full, sliding, ssm], 6 layers, 2 regions)"),
-        (LOCAL.core, "CheckedGeometry(rank 0 of 1, groups [full, sliding, ssm], 6 layers, 2 regions)"),
-        (LOCAL.layers[2].page, "Page(x, ssm: 632 bytes)"),
-        (PLAN, "Plan(reads from [0] of 2 sources, 0 warnings, descriptor_bytes=7, max_descriptors=1000)"),
-        (MOVED.reads[0], f"Read(source=0, descriptors={len(MOVED.reads[0].local)}, bytes={MOVED.bytes})"),
-        (
-            MOVED,
-            f"Transfer(1 reads, {len(MOVED.zero)} zeroed, descriptors={MOVED.descriptors}, bytes={MOVED.bytes}, "
-            "excess_bytes=0, first_tokens=[0, 0, 0])",
-        ),
-        (LOST, "Losses(1 layers, whole_prefix=0)"),
-        (LOST.layers[0], 'Loss(group=0, layer="layers.0", tokens=[(0, 40)])'),
-    ],
-)
-def test_a_repr_is_short_and_says_what_it_is(value: object, text: str) -> None:
-    assert repr(value) == text
-
-
-@pytest.mark.parametrize(
     ("call", "field", "text"),
     [
         (lambda: kvhma.plan([LOCAL], REMOTE), "local", "local: list is not a Geometry"),

@@ -23,7 +23,7 @@ from support.mutate import plain
 from support.pairs import HERE, THERE, latent, rank, state
 from support.recipe import Recipe, draw
 from support.reference import Transfer
-from support.save import SAVE_CASE, as_case, saved
+from support.save import as_case
 
 SEEDS = range(120)
 
@@ -59,14 +59,6 @@ def test_round_trip() -> None:
     for expect in (Expected("BlockIdError"), Expected(runs=RUNS), Expected(runs=(), zero=ZERO)):
         case = small(expect=expect)
         assert Case.from_json(case.to_json().decode()) == case
-
-
-def test_the_example_of_the_documentation() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "cases.md").read_text(encoding="utf-8")
-    case = Case.from_json(text.split("```json\n")[1].split("```")[0])
-    assert case.expect is not None
-    assert case.expect.runs is not None
-    assert cases.check(case).outcome == "right"
 
 
 def test_arrays_of_ids_become_lists() -> None:
@@ -222,27 +214,6 @@ def test_a_predicate_that_refuses_does_not_stop_it() -> None:
 
     case = replace(as_case(generate(3, draw(3)), 64), num_tokens=64)
     assert shrink(case, fails).num_tokens == 2
-
-
-@pytest.mark.usefixtures("broken")
-def test_a_failing_pair_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = next(case for seed in range(200) if failure(as_case(case := generate(seed, draw(seed)), 64)) is not None)
-    for chosen, written in ((tmp_path / "one.json", tmp_path / "one.json"), (f"{tmp_path}/many/", None)):
-        monkeypatch.setenv(SAVE_CASE, str(chosen))
-        path = written or tmp_path / "many" / f"case-{pair.seed}.json"
-        assert f"shrunk, written to {path} " in saved(pair, 64)
-        assert failure(cases.load(path)) is not None
-    monkeypatch.delenv(SAVE_CASE)
-    text = saved(pair, 64)
-    path = Path(text.removeprefix("shrunk, written to ").split(" (")[0])
-    assert failure(cases.load(path)) is not None
-
-
-def test_a_pair_that_does_not_fail_is_saved_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SAVE_CASE, str(tmp_path / "case.json"))
-    pair = generate(1, draw(1))
-    assert saved(pair, 64).startswith("does not fail on its own, written to")
-    assert cases.load(tmp_path / "case.json") == as_case(pair, 64)
 
 
 # --- Files that no reader should trust ------------------------------------------------------------------
@@ -448,17 +419,6 @@ def test_exit_codes(files: dict[str, Path]) -> None:
     assert run(files["bad"], files["wrong"])[0] == 2
     assert run()[0] == 2
     assert run("/does/not/exist.json")[0] == 2
-
-
-def test_lines(files: dict[str, Path]) -> None:
-    lines = run(*(files[name] for name in ("right", "wrong", "refused", "refusal", "bad")))[1].splitlines()
-    assert lines[0].startswith("right ")
-    assert "3 descriptors, 10 bytes read (0 after the last token), 2 zeroed" in lines[0]
-    assert "zero: 1 instead of 0" in lines[1]
-    assert lines[2].startswith("refused ")
-    assert "RequestError: local group 0" in lines[3]
-    assert lines[4].startswith("unreadable ")
-    assert "not JSON" in lines[4]
 
 
 def test_json_output(files: dict[str, Path]) -> None:

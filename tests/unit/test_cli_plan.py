@@ -185,17 +185,6 @@ def test_predicted_time(tmp_path: Path) -> None:
     assert default["link"]["source"].startswith("defaults: ")
 
 
-def test_text_explains_itself(config: Path) -> None:
-    done = cli("plan", config, *PAIR)
-    assert (done.code, done.err) == (0, "")
-    assert "Nemotron-3-Nano: 8,192 tokens" in done.out
-    for words in ("0 ssm the last state", "4 full tokens 0 to 8,191", "142.8 MiB", "whole blocks", "whole prompt"):
-        assert words in done.words
-    quiet = cli("plan", config, *PAIR, "-q")
-    assert quiet.out.splitlines()[0].strip() == "all ranks"
-    assert "note" not in quiet.out
-
-
 def test_a_geometry_is_both_sides(tmp_path: Path) -> None:
     path = tmp_path / "rank.json"
     one = tiny_hybrid(40)
@@ -339,16 +328,6 @@ def test_data_parallel_engines_are_reported() -> None:
     assert one == some
 
 
-def test_time_stands_beside_bytes() -> None:
-    asked = ("gemma-3-27b", "--prefill", "tp=2,block=16", "--decode", "tp=2,block=64", "--tokens", "64k")
-    form, words = cli("plan", *asked, "--json").form, cli("plan", *asked).words
-    for name in ("whole_blocks", "whole_prompt"):
-        other = form[name]
-        assert other["bytes_ratio"] == other["bytes"] / form["bytes"]
-        assert other["seconds_ratio"] == other["seconds"] / form["seconds"]
-        assert f"{other['bytes_ratio']:.2f} × bytes, {other['seconds_ratio']:.2f} × time" in words
-
-
 # --- other forms -----------------------------------------------------------------------------------------------------
 
 
@@ -360,21 +339,6 @@ def test_csv() -> None:
     assert sum(int(row["descriptors"]) for row in rows) == sum(row["descriptors"] for row in form["groups"])
     by_pair = {(row["decode_rank"], row["prefill_rank"]) for row in rows}
     assert by_pair == {(str(row["decode_rank"]), str(row["prefill_rank"])) for row in form["pairs"]}
-
-
-def test_markdown() -> None:
-    done = cli("plan", NANO, *PAIR, "--format", "markdown")
-    lines = done.out.splitlines()
-    assert "| kvhma | 142.8 MiB | 392 | 1.23 ms |  |" in lines
-    assert "|  | bytes | descriptors | predicted |  |" in lines
-    tables = [line for line in lines if line.startswith("|")]
-    assert {line.count("|") for line in tables} == {6, 7, 8}
-    assert cli("plan", NANO, "-q", "--format", "markdown").out.splitlines()[0] == "**all ranks**"
-
-
-def test_pairs_that_are_alike_are_one_row() -> None:
-    words = cli("plan", NANO, *PAIR).words
-    assert "0–1 0 0–4 35.7 MiB 98 1.23 ms 2–3 1 0–4 35.7 MiB" in words
 
 
 def test_sweep() -> None:
@@ -574,17 +538,6 @@ def test_notes_on_what_is_not_read_and_what_comes_along(name: str, options: tupl
     for tokens, noted in ((8191, True), (8192, "come along" not in note)):
         notes = cli("plan", name, "--tokens", tokens, *options, "--json").form["notes"]
         assert any(text.startswith(note) for text in notes) == noted
-
-
-def test_the_output_names_the_table(tmp_path: Path) -> None:
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(NEMOTRON_3_NANO))
-    for what in (NANO, file):
-        assert cli("plan", what, "--json").form["layout"] == "table"
-        assert "(layout: table)" in cli("plan", what, "--layout", "auto").out
-        assert "what kvhma's table says" in cli("explain", what, "--layout", "auto").words
-    assert cli("sweep", file, "--tokens", "1k", "--json", "--layout", "table").form["layout"] == "table"
-    assert "--layout vllm: MODEL" in refused("plan", NANO, "--layout", "vllm")
 
 
 def test_vllm_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import random
 import socket
@@ -14,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from support.link import LATE_SECONDS, QUEUE_SECONDS, Direction, Fault, Link, NoLink, reset_of
+from support.link import LATE_SECONDS, Direction, Fault, Link, NoLink
 from support.waiting import HANG_SECONDS, until
 
 COUNT = 10_000
@@ -40,12 +39,6 @@ def near(count: int, share: float) -> bool:
     return bool(abs(count - share * COUNT) < 5 * (COUNT * share * (1 - share)) ** 0.5)
 
 
-def test_without_a_fault_every_packet_arrives_at_once() -> None:
-    direction, got = sent(Fault())
-    assert got == [[(n / 1000, packet(n))] for n in range(COUNT)]
-    assert direction.counts == {"packets": COUNT}
-
-
 @pytest.mark.parametrize("share", [0.01, 0.2])
 def test_shares(share: float) -> None:
     direction, got = sent(Fault(loss=share))
@@ -66,49 +59,6 @@ def test_shares(share: float) -> None:
     assert all(at == n / 1000 for n, ((at, _),) in enumerate(got) if n not in set(late))
     order = sorted(range(COUNT), key=lambda n: got[n][0][0])
     assert order != list(range(COUNT)), "others overtake a late packet"
-
-
-def test_a_partition_ends() -> None:
-    direction, got = sent(Fault(loss=1))
-    assert got == [[]] * COUNT
-    direction.fault = Fault()
-    assert direction.deliver(packet(), 1.0) == [(1.0, packet())]
-
-
-def test_a_delay_keeps_the_order() -> None:
-    direction, got = sent(Fault(delay=0.2))
-    assert [at for ((at, _),) in got] == [n / 1000 + 0.2 for n in range(COUNT)]
-    assert direction.counts["delayed"] == COUNT
-
-
-def test_a_limited_rate() -> None:
-    # 1,000,000 bytes a second are sent: half of it arrives, each packet within the queue's time.
-    direction, got = sent(Fault(rate=500_000))
-    arrived = [(n / 1000, at) for n, one in enumerate(got) for at, _ in one]
-    assert all(0 < at - begun <= QUEUE_SECONDS + 1e-9 for begun, at in arrived)
-    assert all(later - at >= 0.002 - 1e-9 for (_, at), (_, later) in itertools.pairwise(arrived))
-    assert direction.counts["overflowed"] == COUNT - len(arrived)
-    assert len(arrived) == pytest.approx(COUNT / 2 + QUEUE_SECONDS * 500, abs=2)
-
-
-def test_the_seed_decides() -> None:
-    fault = Fault(loss=0.1, reorder=0.1, duplicate=0.1)
-    assert sent(fault)[1] == sent(fault)[1] != sent(fault, "b")[1]
-    # A draw depends on the packet's number only: another fault before does not move it.
-    moved = Direction("a")
-    moved.deliver(packet(), 0.0)
-    moved.fault = fault
-    assert [moved.deliver(packet(n), n / 1000) for n in range(1, COUNT)] == sent(fault)[1][1:]
-
-
-def test_only_packets_of_an_open_tcp_connection_are_reset() -> None:
-    assert reset_of(packet()) is None
-    tcp = bytearray(packet(size=60))
-    tcp[9] = 6
-    for flags, is_reset in ((0b10000, True), (0b11000, True), (0b10001, True), (0b10, False), (0b100, False)):
-        tcp[33] = flags
-        assert (reset_of(bytes(tcp)) is not None) == is_reset
-    assert sent(Fault(reset=1))[0].counts == {"packets": COUNT}
 
 
 @pytest.fixture

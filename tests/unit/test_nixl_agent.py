@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from kvhma.errors import (
 )
 from kvhma.geometry import Geometry, Region
 from kvhma.nixl import WARM_UP, Agent, AgentOptions, Telemetry, decode_handshake, encode_handshake
-from support.fake_nixl import ERRORS, FakeNet, FakeNixl, merge, runs_of_views
+from support.fake_nixl import ERRORS, FakeNet, FakeNixl
 from support.flat import flat_geometry, labelled, rows_of, views_of
 
 PAGE = 4096
@@ -261,38 +260,6 @@ def test_a_peer_with_device_memory_is_only_notified(world):
 # --- transfers --------------------------------------------------------------------------------------------------
 
 
-def test_direct_read(world):
-    transfer = world.read([3, 4, 7], [9, 8, 1], b"r1")
-    assert transfer.poll() == "done"
-    assert transfer.finished
-    assert [world.page(world.target, block) for block in (3, 4, 7)] == [
-        world.page(world.source, block) for block in (9, 8, 1)
-    ]
-    assert transfer.telemetry == Telemetry(3, 3 * PAGE)
-    assert world.p.notifications() == [("D", b"r1")]
-
-
-@pytest.mark.parametrize("strided", [True, False])
-def test_read_by_ids(strided):
-    world = World(strided=strided)
-    assert world.d.strided is strided
-    local, remote = (
-        world.d.prepare(None, views_of(world.target)),
-        world.d.prepare(world.peer, views_of(world.source)),
-    )
-    assert (local.count, remote.count, local.peer, remote.peer) == (PAGES, PAGES, None, world.peer)
-    local_ids, remote_ids = int32(1, 2, 3, 9, 8), int32(5, 6, 7, 2, 1)
-    transfer = world.d.read_ids(local, local_ids, remote, remote_ids, b"r1")
-    assert transfer.wait(1)
-    expected = merge(
-        runs_of_views(views_of(world.target)), local_ids, runs_of_views(views_of(world.source)), remote_ids
-    )
-    assert transfer.telemetry == Telemetry(len(expected), 5 * PAGE)
-    assert transfer.telemetry.descriptors == 3
-    for local_block, remote_block in zip(local_ids, remote_ids, strict=True):
-        assert world.page(world.target, local_block) == world.page(world.source, remote_block)
-
-
 def test_an_empty_read_only_notifies(world):
     nothing = np.empty((0, 3), np.uint64)
     transfer = world.d.read(world.peer, nothing, nothing, b"skip")
@@ -465,22 +432,6 @@ def test_waiting_is_bounded():
     assert not transfer.finished
 
 
-def test_an_aborted_transfer_is_kept_until_it_ends():
-    world = World(polls=3)
-    transfer = world.read([1], [2], b"r1")
-    assert transfer.abort()
-    assert world.d.poll() == []
-    assert world.d.poll() == []
-    assert not transfer.finished
-    assert world.d.poll() == [transfer]
-    assert transfer.finished
-    assert world.d.poll() == []
-    assert not transfer.abort()
-    assert world.page(world.target, 1) == world.page(world.source, 2)
-    assert ("D", b"r1") in world.p.notifications()
-    assert world.d_nixl.released_in_flight == 0
-
-
 def test_a_transfer_without_references_is_kept():
     world = World(polls=3)
     world.read([1], [2])
@@ -647,34 +598,6 @@ def test_a_restarted_peer_replaces_itself_after_its_transfers_ended():
 
 
 # --- threads and imports ----------------------------------------------------------------------------------------
-
-
-def test_many_threads(world):
-    local = world.d.prepare(None, views_of(world.target))
-    remote = world.d.prepare(world.peer, views_of(world.source))
-    failures = []
-
-    def work(block):
-        try:
-            for _ in range(50):
-                transfer = world.d.read_ids(local, int32(block), remote, int32(block), b"%d" % block)
-                if block % 2:
-                    transfer.abort()
-                assert transfer.wait(10)
-                world.d.poll()
-        except Exception as exc:
-            failures.append(exc)
-
-    world.net.polls = 3
-    threads = [threading.Thread(target=work, args=(block,)) for block in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failures
-    assert not world.d._in_flight.running()
-    assert world.d_nixl.released_in_flight == 0
-    assert (world.target[: 8 * PAGE] == world.source[: 8 * PAGE]).all()
 
 
 def test_nixl_is_imported_only_by_making_an_agent():

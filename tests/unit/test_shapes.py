@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,26 +35,6 @@ def cliffs(*calls: tuple[int, float]) -> int:
 )
 def test_what_a_cliff_is(calls, found):
     assert cliffs(*calls) == found
-
-
-def test_a_point_is_nanoseconds_and_bytes_of_an_id():
-    assert str(Point("4", 100, 250)) == "2.50"
-    assert str(Point("4", 100, 250, peak=4_800)) == "2.50 · 48 B"
-
-
-def test_texts_of_the_picture_lie_beside_each_other():
-    line = Line("descriptor_ids", [Point(f"{2**power:,}", 2**power, 500 + 2**power) for power in range(21)])
-    sweep = replace(shapes.SWEEPS[0], lines=[line, replace(line, name="Plan.ids")])
-    drawn = shapes.draw([sweep, replace(sweep, title="Groups")])
-    boxes = []
-    for x, y, style, text in re.findall(r'<text x="(\S+)" y="(\S+)" class="([^"]*)">([^<]*)', drawn):
-        width = 7 * len(text)
-        start = float(x) - width * (0.5 if "mid" in style else 1 if "end" in style.split() else 0)
-        boxes.append((start, start + width, float(y), text))
-    assert len(boxes) > 20
-    for one, other in itertools.combinations(boxes, 2):
-        beside = one[1] <= other[0] or other[1] <= one[0]
-        assert beside or abs(one[2] - other[2]) >= 11, (one, other)
 
 
 def test_what_is_published_has_no_cliff():
