@@ -11,60 +11,9 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benches"))
 
 import connectors
-from handoffs import cpu, pairs, tables
+from handoffs import pairs, tables
 from handoffs.tables import EVEN, OURS, THEIRS, Row
 from support.engines import Answer
-
-
-def proc(folder: Path, of: dict[int, dict[int, int]]) -> Path:
-    """A /proc with some threads, by process, and the nanoseconds they ran."""
-    for pid, threads in of.items():
-        for thread, ran in threads.items():
-            task = folder / str(pid) / "task" / str(thread)
-            task.mkdir(parents=True)
-            (task / "schedstat").write_text(f"{ran} 123 7\n")
-        (folder / str(pid) / "stat").write_text(f"{pid} (a) name) S 1) S {pid - 1} 1 1 0\n")
-    return folder
-
-
-def test_processor_time_is_read_by_thread(tmp_path: Path) -> None:
-    folder = proc(tmp_path, {7: {7: 2_000_000_000, 8: 500_000}, 9: {9: 1}})
-    (folder / "7" / "task" / "10").mkdir()  # it ended meanwhile
-    assert cpu.read([7, 11], folder) == {(7, 7): 2.0, (7, 8): 0.0005}
-    assert cpu.parent(7, folder) == 6
-
-
-def test_threads_are_added_up_by_purpose() -> None:
-    before = {(1, 1): 5.0, (1, 2): 1.0, (2, 2): 3.0, (1, 99): 4.0}
-    after = {(1, 1): 6.0, (1, 2): 1.5, (1, 3): 0.25, (1, 4): 0.125, (2, 2): 3.5, (2, 5): 0.5, (3, 3): 0.75}
-    names = {1: {1: "MainThread", 2: "kvhma-load", 3: "NIXL", 4: "kvhma-load"}, 2: {2: "MainThread", 5: "x"}}
-    found = cpu.by_group(cpu.spent(before, after), {1: "worker", 2: "scheduler"}, names)
-    assert found == {
-        "worker: the worker's own thread": 1.0,
-        "worker: kvhma-load": 0.625,
-        "worker: NIXL": 0.25,
-        "scheduler: the scheduler's own thread": 0.5,
-        "scheduler: others of vLLM": 0.5,
-        "front end: all threads": 0.75,
-    }
-
-
-def test_a_request_s_processor_time_counts_calls_inside_of_the_engine_s_thread_once() -> None:
-    threads = {"worker: the worker's own thread": 4.0, "worker: kvhma-load": 1.0, "front end: all threads": 2.0}
-    calls = {"worker: in calls of the connector": 0.5, "scheduler: in calls of the connector": 0.25}
-    assert pairs.processor_times({"D": threads | calls}, 2) == {
-        "D: all processes": 3.5,
-        "D: the connector's calls and threads, and NIXL's": 0.875,
-        "D, front end: all threads": 1.0,
-        "D, scheduler: all threads": 0.0,
-        "D, scheduler: in calls of the connector": 0.125,
-        "D, worker: all threads": 2.5,
-        "D, worker: in calls of the connector": 0.25,
-        "D, worker: kvhma-load": 0.5,
-        "D, worker: the worker's own thread": 2.0,
-    }
-    plain = pairs.processor_times({"P, prefill": threads}, 1)
-    assert not [label for label in plain if "connector" in label]
 
 
 def test_ratios_are_of_the_same_round() -> None:

@@ -165,20 +165,6 @@ def test_a_pool_has_to_hold_only_the_request() -> None:
     assert (error.value.place, error.value.value) == ("local group 0", 3)
 
 
-def test_a_counted_phase_is_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A router's call plans nothing: all phases of short periods are counted before."""
-    found = costs("gemma-3-4b", 3)
-
-    def count(*arguments: object) -> Any:
-        raise AssertionError(arguments)
-
-    monkeypatch.setattr("kvhma.costs._Blocks._count", count)
-    rng = random.Random(1)
-    for _ in range(300):
-        num_tokens = rng.randrange(1, 1 << 20)
-        found.of(num_tokens, rng.randrange(num_tokens))
-
-
 def test_counted_phases_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvhma.costs._MAX_ROWS", 5)
     group = kvhma.Group("full", 16)
@@ -322,16 +308,6 @@ def test_the_command_prints_what_the_function_returns() -> None:
     by_group = cli("cost", *pair, "--cached-by-group", groups, "--json")
     assert by_group.form["bytes"] == found.of(5000, [1000] + [0] * (len(found.groups) - 1)).bytes
     assert by_group.form["break_even_tokens"] is None
-
-
-def test_the_command_prints_a_table() -> None:
-    done = cli("cost", "gemma-3-4b", "--tokens", 5000, "--prefill-tokens-per-second", 10_000, "--prefill-cached", 4000)
-    assert "computed on P before" in done.out
-    assert "100 ms" in done.out
-    assert "faster without a hit: reading from" in done.out
-    slow = cli("cost", "gemma-3-4b", "--prefill-tokens-per-second", 1e12)
-    assert "faster without a hit: computing up to 1,048,576 tokens" in slow.out
-    assert "computed" not in cli("cost", "gemma-3-4b").out
 
 
 def test_the_command_refuses_hits_that_do_not_fit() -> None:

@@ -254,19 +254,6 @@ def test_kernel_blocks() -> None:
     assert rows.layers[0].block_stride == 2 * 4 * rows.layers[0].page.nbytes
 
 
-def test_options_are_passed_on() -> None:
-    one = layout(
-        STATES[0],
-        LayoutOptions(
-            num_blocks=3, speculative=2, base=5000, region_align=4096, memory="VRAM", device=3, tp_rank=1, tp_size=2
-        ),
-    )
-    assert [region.base for region in one.regions] == [8192]
-    assert {(region.memory, region.device) for region in one.regions} == {("VRAM", 3)}
-    assert [group.speculative for group in one.groups] == [2, 2, 2, 0]
-    assert (one.tp_rank, one.tp_size, one.null_block) == (1, 2, 0)
-
-
 @pytest.mark.parametrize(
     ("one", "options", "text"),
     [

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from support.link import LATE_SECONDS, Direction, Fault, Link, NoLink
-from support.waiting import HANG_SECONDS, until
+from support.waiting import HANG_SECONDS
 
 COUNT = 10_000
 DATA = random.Random(1).randbytes(100_000)
@@ -118,13 +118,10 @@ def send(end: socket.socket, data: bytes) -> None:
     ("fault", "count"),
     [
         (Fault(loss=0.05), "lost"),
-        (Fault(delay=0.05), "delayed"),
         (Fault(reorder=0.3), "late"),
-        (Fault(duplicate=0.3), "duplicated"),
-        (Fault(rate=100_000), "packets"),
         (Fault(loss=0.02, delay=0.02, reorder=0.1, duplicate=0.1, rate=1_000_000), "lost"),
     ],
-    ids=["loss", "delay", "reorder", "duplicate", "rate", "all"],
+    ids=["loss", "reorder", "all"],
 )
 def test_tcp_arrives_whole(fault: Fault, count: str, link: Link, pair: tuple[socket.socket, socket.socket]) -> None:
     link.set(fault)
@@ -133,23 +130,6 @@ def test_tcp_arrives_whole(fault: Fault, count: str, link: Link, pair: tuple[soc
             threads.submit(send, end, DATA)
         assert [future.result() for future in [threads.submit(received, end) for end in pair]] == [DATA, DATA]
     assert all(way[count] > 0 for way in link.counts()), link.counts()
-
-
-@pytest.mark.parametrize("directions", [(0, 1), (0,), (1,)], ids=["both", "from P", "from D"])
-def test_tcp_arrives_whole_after_a_partition(
-    directions: tuple[int, ...], link: Link, pair: tuple[socket.socket, socket.socket]
-) -> None:
-    link.set(Fault(loss=1), directions)
-    with ThreadPoolExecutor(4) as threads:
-        for end in pair:
-            threads.submit(send, end, DATA)
-        futures = [threads.submit(received, end) for end in pair]
-        # The first packets, and one that was sent again.
-        until(lambda: all(link.counts()[way]["lost"] >= 12 for way in directions))
-        assert not any(future.done() for future in futures), "a side has everything during a partition"
-        link.set(Fault())
-        assert [future.result() for future in futures] == [DATA, DATA]
-    assert not any(link.counts()[way]["lost"] for way in {0, 1} - set(directions))
 
 
 def test_a_reset_ends_a_connection_within_a_message(link: Link, pair: tuple[socket.socket, socket.socket]) -> None:

@@ -70,15 +70,6 @@ def int32(*values):
 # --- registration -----------------------------------------------------------------------------------------------
 
 
-def test_a_region_is_registered_once(world):
-    world.d.register(world.d_geometry)
-    world.d.register(flat_geometry(world.target))
-    assert "register_memory" not in world.d_nixl.calls
-    other = np.zeros(4 * PAGE, np.uint8)
-    world.d.register(flat_geometry(other, world.target))
-    assert world.d_nixl.calls["register_memory"] == 1
-
-
 def test_a_region_inside_another_is_covered(world):
     inner = flat_geometry(world.target[PAGE : 3 * PAGE])
     world.d.register(inner)
@@ -96,13 +87,6 @@ def test_a_region_across_the_end_of_another_is_refused(start, end):
     agent.register(flat_geometry(whole[PAGE : 4 * PAGE]))
     with pytest.raises(RequestError, match="overlaps"):
         agent.register(flat_geometry(whole[start * PAGE : end * PAGE]))
-
-
-def test_neighbours_do_not_overlap():
-    whole = np.zeros(8 * PAGE, np.uint8)
-    agent = Agent("A", nixl=FakeNixl("A", FakeNet()))
-    agent.register(flat_geometry(whole[4 * PAGE :], whole[: 4 * PAGE]))
-    assert len(agent._memory.registrations) == 1 + 2  # the first is for warming up
 
 
 def test_an_agent_that_was_given_its_nixl_cannot_prewarm():
@@ -538,14 +522,6 @@ def test_a_dead_peer_is_lost_until_it_comes_back():
     assert world.d.read_ids(local, int32(1), again, int32(2)).wait(1)
     assert world.page(world.target, 1) == world.page(world.source, 2)
     assert world.d_nixl.released_in_flight == 0
-
-
-def test_a_peer_found_dead_by_the_post(world):
-    world.net.kill("P")
-    with pytest.raises(PeerLostError, match="cannot start"):
-        world.read([1], [2])
-    assert not world.d._in_flight.running()
-    assert world.peer.gone
 
 
 def test_a_peer_found_dead_by_a_notification(world):

@@ -71,29 +71,27 @@ def library(monkeypatch):
     return bindings
 
 
+RCACHE, ZCOPY = "UCX_RCACHE_MAX_UNRELEASED", "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+
+
 @pytest.mark.parametrize(
-    ("before", "given", "expected"), [(False, None, "1024"), (False, "7", "7"), (True, None, None)]
+    ("name", "given", "imported", "driver", "expected"),
+    [
+        (RCACHE, None, False, False, "1024"),
+        (RCACHE, "7", False, False, "7"),
+        (RCACHE, None, True, False, None),
+        (ZCOPY, None, False, True, "on"),
+        (ZCOPY, "n", False, True, "n"),
+        (ZCOPY, None, False, False, None),
+    ],
 )
-def test_the_environment_is_completed_before_the_first_import_only(monkeypatch, before, given, expected):
-    name = "UCX_RCACHE_MAX_UNRELEASED"
-    environ = {} if given is None else {name: given}
-    monkeypatch.setattr(library_module.os, "environ", environ)
-    api = sys.modules["nixl._api"]
-    if not before:
-        monkeypatch.delitem(sys.modules, "nixl")
-    monkeypatch.setattr(library_module.importlib, "import_module", {"nixl._api": api}.__getitem__)
-    import_nixl()
-    assert environ.get(name) == expected
-
-
-@pytest.mark.parametrize(("driver", "given", "expected"), [(True, None, "on"), (True, "n", "n"), (False, None, None)])
-def test_reads_by_cuda_ipc_are_on_where_there_is_a_driver(tmp_path, monkeypatch, driver, given, expected):
-    name = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+def test_the_environment_is_set_before_the_first_import(monkeypatch, tmp_path, name, given, imported, driver, expected):
     environ = {} if given is None else {name: given}
     monkeypatch.setattr(library_module.os, "environ", environ)
     monkeypatch.setattr(library_module, "_CUDA_DRIVER", tmp_path if driver else tmp_path / "absent")
     api = sys.modules["nixl._api"]
-    monkeypatch.delitem(sys.modules, "nixl")
+    if not imported:
+        monkeypatch.delitem(sys.modules, "nixl")
     monkeypatch.setattr(library_module.importlib, "import_module", {"nixl._api": api}.__getitem__)
     import_nixl()
     assert environ.get(name) == expected
