@@ -6,14 +6,9 @@ from __future__ import annotations
 import dataclasses
 import random
 from concurrent.futures import Future
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
-from soak import site
-from soak.fleet import Slot
-from soak.journal import Journal
 from soak.judge import (
     MEMORY,
     Outcome,
@@ -25,7 +20,7 @@ from soak.judge import (
     leaks_of_process,
 )
 from soak.schedule import ALL, KINDS, OF_ALL, schedule
-from support.engines import Answer, Engine, EngineFailed
+from support.engines import Answer, EngineFailed
 from support.front import Refused
 
 PLAIN = Answer([5, 6, 7], [-1.0, -2.0, -3.0], [0.5, 0.5, 0.5], "length", None, None, 0, 0.1, 0.2)
@@ -155,17 +150,3 @@ def test_the_schedule_follows_from_the_seed() -> None:
     kinds = {event.kind for event in schedule("7", 3600, targets, without=["kill", "stop"])}
     assert kinds == set(KINDS) - {"kill", "stop"}
     assert schedule("7", 3600, targets, without=list(KINDS)) == []
-
-
-def test_an_engine_without_its_core_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    slot = Slot("p1", cast("Engine", None), cast("Journal", None), None, cast("site.Site", None), ())
-    slot.engine = cast("Engine", SimpleNamespace(alive=True, pids=lambda: [1]))
-    names = {1: "front end"}
-    monkeypatch.setattr("soak.fleet.process_name", names.get)
-    assert not slot.crashed(), "it has not been ready"
-    slot.up.set()
-    assert not slot.crashed(), "an event ends it"
-    slot.meant_to_end = False
-    assert slot.crashed()
-    names[1] = "VLLM::EngineCore"
-    assert not slot.crashed()
