@@ -128,4 +128,4 @@ def test_a_refusal_is_recorded() -> None:
     assert "block size" in found.text
     page = table([found, Verdict(Row("llama", (1, 1), (16, 16), 0, 300), "right")])
     assert "| refused | llama | 1 | `llama/tp1-1/block32-16/hit0/300` |" in page
-    assert "| llama | 1 right, 1 refused |" in page
+    assert "| `llama/tp1-1` | refused | right |" in page

@@ -19,15 +19,27 @@ HOW = {"results": "D reads", "results-push": "P writes", "results-mooncake": "P 
 """The files of connectors, and who moves the bytes."""
 
 _CONNECTOR = re.compile(r"^# What was audited: (\w+ of vLLM [\d.]+)$", re.MULTILINE)
-_ROW = re.compile(r"^\| `([\w/-]+)` \| ([a-z ]+) \|", re.MULTILINE)
+_REQUEST = re.compile(r"`(hit\d+/\d+)`")
+_ROW = re.compile(r"^\| `([\w/-]+)` \| (.*) \|$", re.MULTILINE)
 
 
 def results(name: str) -> tuple[str, dict[str, str]]:
     """The connector of a file, and the verdict of each row."""
     head, _, rows = (ROOT / f"benches/audit/{name}.md").read_text(encoding="utf-8").partition("## All rows")
     connector = _CONNECTOR.search(head)
+    blocks = re.search(r"^\| \| (.*) \|$", rows, re.MULTILINE)
     assert connector is not None, name
-    return connector[1], dict(_ROW.findall(rows))
+    assert blocks is not None, name
+    requests, found = _REQUEST.findall(rows), {}
+    for engines, cells in _ROW.findall(rows):
+        for block, cell in zip(blocks[1].split(" | "), cells.split(" | "), strict=True):
+            # Models with states have no prefix hits.
+            asked = [one for one in requests if block != "block" or one.startswith("hit0/")]
+            verdicts = cell.strip().split(" / ")
+            if verdicts != [""]:
+                verdicts *= len(asked) // len(verdicts)
+                found |= {f"{engines}/{block}/{one}": each for one, each in zip(asked, verdicts, strict=True)}
+    return connector[1], found
 
 
 def table() -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +18,6 @@ from audit.grid import Row
 from audit.record import Asked, record
 from kvhma.oracle import traces
 from kvhma.oracle.audit import Judged, judge, ranks_of
-
-OUTCOMES = ("right", "wrong", "refused", "no engine")
 
 HEAD = """\
 # What was audited: {connector} of vLLM {vllm}
@@ -40,8 +38,12 @@ The name has these parts:
 * the tokens that D has in its prefix cache,
 * the tokens of the prompt.
 
-*Descriptors* are those that the connector asks {engine} for, for all ranks of D together. *Joined* is how many are left
-if neighbours on both sides are joined.
+"""
+
+ROWS = """\
+## All rows
+
+A cell has the verdicts on {requests}, in this order, or one word for all of them.
 """
 
 
@@ -107,28 +109,27 @@ def table(found: Sequence[Verdict]) -> str:
     connector = found[0].row.connector
     lines = [HEAD.format(
         vllm=vllm.__version__.split("+")[0], kvhma=kvhma.__version__, example=example,
-        connector=CONNECTORS[connector][0], engine="Mooncake" if connector == "mooncake" else "NIXL",
+        connector=CONNECTORS[connector][0],
         who="D reads from P" if connector == "pull" else "P writes to D",
     )]  # fmt: skip
-    lines += ["## By model and ranks", "", *_summary(found), "", "## What is not right", "", *_causes(found), ""]
-    lines += ["## All rows", "", "| row | verdict | descriptors | joined | kvhma's | bytes | kvhma's |"]
-    lines.append("|---|---|---:|---:|---:|---:|---:|")
-    for one in found:
-        lines.append(f"| `{one.row.name}` | {one.outcome} | {' | '.join(_numbers(one))} |")
-    return "\n".join(lines) + "\n"
+    outcomes = {one.row.name: one.outcome for one in found}
+    return "\n".join([*lines, "## What is not right", "", *_causes(found), "", *all_rows(outcomes)]) + "\n"
 
 
-def _summary(found: Sequence[Verdict]) -> list[str]:
-    outcomes: dict[str, dict[tuple[int, int], Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
-    ranks = list(dict.fromkeys(one.row.ranks for one in found))
-    for one in found:
-        outcomes[one.row.model][one.row.ranks][one.outcome] += 1
-    lines = [f"| model | {' | '.join(f'TP {p} to {d}' for p, d in ranks)} |", "|---|" + "---|" * len(ranks)]
-    for model, by_ranks in outcomes.items():
-        cells = [
-            ", ".join(f"{by_ranks[pair][what]} {what}" for what in OUTCOMES if by_ranks[pair][what]) for pair in ranks
-        ]
-        lines.append(f"| {model} | {' | '.join(cells)} |")
+def all_rows(outcomes: Mapping[str, str]) -> list[str]:
+    """Return a line for each model and ranks, with a column for each pair of blocks, from verdicts by name of row."""
+    cells: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+    for name, outcome in outcomes.items():
+        *ranks, block, hit, prompt = name.split("/")
+        cells["/".join(ranks)][block][f"{hit}/{prompt}"] = outcome
+    blocks = list(dict.fromkeys(block for by_block in cells.values() for block in by_block))
+    requests = max((of for by_block in cells.values() for of in by_block.values()), key=len)
+    lines = ROWS.format(requests=", ".join(f"`{one}`" for one in requests)).splitlines()
+    lines += ["", f"| | {' | '.join(blocks)} |", "|---" * (len(blocks) + 1) + "|"]
+    for name, by_block in cells.items():
+        texts = [list(by_block[block].values()) for block in blocks]
+        shown = (" / ".join(text if len(set(text)) > 1 else text[:1]) for text in texts)
+        lines.append(f"| `{name}` | {' | '.join(shown)} |")
     return lines
 
 
