@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state machines of the connector, as tables of docs/state-machines.md.
+"""The state machine of a load, as tables of docs/state-machines.md.
 
     python tools/machines.py    # writes the tables of the page anew
 
-A table is made from the one that the connector runs, so the page cannot differ from it.
+They are made from the table that the connector runs, so the page cannot differ from it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from typing import Any
 
 from marks import Marks
 
-from kvhma.vllm.holds import offers
 from kvhma.vllm.loads import load_machine
-from kvhma.vllm.reads import read_machine
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "state-machines.md"
@@ -55,12 +53,6 @@ def filled(page: str) -> str:
         "loads": drawn(load_machine.TABLE),
         "load events": named("event", load_machine.LoadEvent),
         "load effects": named("effect", load_machine.LoadEffect),
-        "offers": drawn(offers.TABLE),
-        "offer events": named("event", offers.OfferEvent),
-        "offer effects": named("effect", offers.OfferEffect),
-        "reads": drawn(read_machine.TABLE),
-        "read events": named("event", read_machine.ReadEvent),
-        "read effects": named("effect", read_machine.ReadEffect),
     }.items():
         marks = Marks(PAGE.name, f"<!-- {name}: made by tools/machines.py -->", f"<!-- end of {name} -->")
         page = marks.filled(page, f"\n{text}\n")

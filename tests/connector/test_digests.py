@@ -308,12 +308,12 @@ def test_a_p_that_does_not_answer_does_not_prolong_the_wait() -> None:
     """P may answer that it has no digest yet, and then keep the last question open for twice a timeout more."""
     load = SimpleNamespace(remote=SimpleNamespace(lease_key=LeaseKey("at p", 1)))
     read = SimpleNamespace(question=(SimpleNamespace(poll=lambda: False), 0), sums=None)
-    assert read_steps._answered(read) is None
+    assert not read_steps._is_answered(read)
     read.sums = LoadSums(load, 1, lambda: ContentDigest(1, {}), 100.0)
-    assert read_steps._answered(read) is None
+    assert not read_steps._is_answered(read)
     read.sums = LoadSums(load, 1, lambda: ContentDigest(1, {}), -1.0)
     with pytest.raises(DigestError, match="does not have it"):
-        read_steps._answered(read)
+        read_steps._is_answered(read)
 
 
 @pytest.mark.usefixtures("no_retries")

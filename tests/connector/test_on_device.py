@@ -43,7 +43,7 @@ from kvhma.vllm.holds.lease_table import LeaseTable
 from kvhma.vllm.metadata import ReadCommand, StepMetadata
 from kvhma.vllm.peers.server import Listener, LocalEngine
 from kvhma.vllm.reads import read_steps
-from kvhma.vllm.reads.read_machine import ReadState
+from kvhma.vllm.reads.active_read import ReadState
 from kvhma.vllm.reads.read_pump import ReadPump
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, random_id
 from kvhma.vllm.wire.secrets import Secrets
@@ -322,7 +322,7 @@ def test_a_load_that_failed_is_not_reported_while_the_device_may_write(p, d, dev
 
     if where == "in the load":
         ended = read_steps._device_ended
-        monkeypatch.setattr(read_steps, "_device_ended", lambda read, event: raise_once(read, ended, read, event))
+        monkeypatch.setattr(read_steps, "_device_ended", lambda read: raise_once(read, ended, read))
     else:
         drive = ReadPump._drive
 

@@ -24,7 +24,7 @@ from kvhma.vllm.peers import board_reader, preconnect
 from kvhma.vllm.peers import lease_question as lease
 from kvhma.vllm.peers.client import Client
 from kvhma.vllm.reads import lease_checks, read_parts, read_pump, read_steps, results
-from kvhma.vllm.reads.read_machine import ReadEffect, ReadState
+from kvhma.vllm.reads.active_read import ReadState
 from kvhma.vllm.reads.read_parts import ReadPart
 from kvhma.vllm.reads.results import LoadResults
 from kvhma.vllm.telemetry import stats
@@ -612,14 +612,6 @@ def waits_in(d, state):
     return until(lambda: [read for read in d.worker._pump._reads if read.state is state])
 
 
-def test_each_state_and_each_effect_of_a_read_has_its_step(d):
-    """A state without a step would wait for ever, and say nothing."""
-    steps = d.worker._pump._steps
-    of_the_pump = {ReadState.QUEUED, ReadState.CONNECTING, ReadState.REPORTED}
-    assert set(steps._waits) == set(ReadState) - of_the_pump
-    assert set(steps._effects) == set(ReadEffect)
-
-
 def test_places_go_to_the_read_that_has_waited_longest(p, decode, held_reads, monkeypatch):
     """There is room for one read. Another one comes whenever one has ended."""
     d, order = decode(slots=SlotRanges.of(0, 1)), []
@@ -678,11 +670,9 @@ def test_a_new_read_need_not_wait_until_p_has_answered_about_another(p, d, met, 
 
 def test_the_pump_takes_short_turns_while_it_starts_loads(p, d, monkeypatch):
     intervals = []
-    waits = d.worker._pump._steps._waits
-    post = waits[ReadState.POSTING]
-    monkeypatch.setitem(
-        waits, ReadState.POSTING, lambda read: (intervals.append(sys.getswitchinterval()), post(read))[1]
-    )
+    steps = d.worker._pump._steps
+    post = steps._post
+    monkeypatch.setattr(steps, "_post", lambda read: (intervals.append(sys.getswitchinterval()), post(read))[1])
     before = sys.getswitchinterval()
     d.reads(p, a=[1])
     assert intervals == [pytest.approx(1e-4)]

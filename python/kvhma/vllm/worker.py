@@ -6,8 +6,8 @@
     collect <------ LoadResults <------'
 
 The engine's thread orders and collects. The pump does handshakes, plans, posts, waits for the transfers, and for P's
-confirmation that it held the blocks: `read_machine.TABLE` has its states. On CPUs the engine's thread does all this for
-short reads: otherwise it would only wait for the pump, and share its cores with it.
+confirmation that it held the blocks, as `ReadSteps` says. On CPUs the engine's thread does all this for short reads:
+otherwise it would only wait for the pump, and share its cores with it.
 """
 
 from __future__ import annotations

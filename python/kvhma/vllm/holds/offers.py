@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offers of P: requests with a ticket, which decode engines follow. The scheduler publishes, the listener reads.
 
-An offer is one request from the call in which vLLM adds it until no follower can ask about it any more. `TABLE` has
-all states and all that changes them: a state and an event give the next state and the effects. `TicketTable` finds
-offers by their tickets, gives them events and carries out the effects. The usual way is::
-
-    COMPUTING -- settled, settled, handed off --> HELD -- forgotten --> ENDED
-
-A request may also end without a hand-off, a follower may cancel it, and P may reset its caches. The blocks of a
-hand-off belong to its lease, which has its own end: see :class:`kvhma.vllm.holds.lease_table.LeaseTable`.
+An offer is one request from the call in which vLLM adds it until no follower can ask about it any more. It ends once,
+with a hand-off or without: the request may be aborted, a follower may cancel it, and P may reset its caches. The blocks
+of a hand-off belong to its lease, which has its own end: see :class:`kvhma.vllm.holds.lease_table.LeaseTable`.
 """
 
 from __future__ import annotations
@@ -38,58 +33,9 @@ _CANCELLED = "its follower has cancelled it"
 class OfferState(enum.Enum):
     """What followers can have of a request."""
 
-    __hash__ = object.__hash__  # `TABLE` is asked at each move: Enum's own would hash the name, in Python
-
     COMPUTING = "P computes the prompt: the blocks of settled tokens"
     HELD = "P has handed it off: the parameters of all blocks"
     ENDED = "nothing: there is no hand-off, or it is too late"
-
-
-class OfferEvent(enum.Enum):
-    """What happens to an offer."""
-
-    __hash__ = object.__hash__  # `TABLE` is asked at each move: Enum's own would hash the name, in Python
-
-    SETTLED = "more tokens are settled"
-    OVERWRITTEN = "P may overwrite settled blocks from now on"
-    HANDED_OFF = "the request has ended, and P holds its blocks under a lease"
-    NOT_HELD = "the request has ended, and P does not hold its blocks"
-    CANCELLED = "a follower no longer needs it"
-    RESET = "P has reset its caches"
-    FORGOTTEN = "followers had `kv_lease_duration` after the request, or there are too many offers"
-
-
-class OfferEffect(enum.Enum):
-    """What is done about an event."""
-
-    PUBLISH = "store what is new under a new version, and reply to followers that wait"
-    KEEP_FOR_A_WHILE = "the request is over: followers can ask for `kv_lease_duration` more"
-    RELEASE = "notify the lease table that the follower does not read the blocks"
-
-
-_S, _E, _F = OfferState, OfferEvent, OfferEffect
-
-TABLE: Mapping[tuple[OfferState, OfferEvent], tuple[OfferState, tuple[OfferEffect, ...]]] = {
-    (_S.COMPUTING, _E.SETTLED): (_S.COMPUTING, (_F.PUBLISH,)),
-    (_S.COMPUTING, _E.OVERWRITTEN): (_S.COMPUTING, (_F.PUBLISH,)),
-    (_S.COMPUTING, _E.HANDED_OFF): (_S.HELD, (_F.PUBLISH, _F.KEEP_FOR_A_WHILE)),
-    (_S.COMPUTING, _E.NOT_HELD): (_S.ENDED, (_F.PUBLISH, _F.KEEP_FOR_A_WHILE)),
-    (_S.COMPUTING, _E.CANCELLED): (_S.ENDED, (_F.PUBLISH,)),
-    (_S.COMPUTING, _E.RESET): (_S.ENDED, (_F.PUBLISH, _F.KEEP_FOR_A_WHILE)),
-    # Other followers, for example of samples of the prompt, may still read it.
-    (_S.HELD, _E.CANCELLED): (_S.HELD, (_F.RELEASE,)),
-    (_S.HELD, _E.RESET): (_S.ENDED, (_F.PUBLISH,)),
-    (_S.HELD, _E.FORGOTTEN): (_S.ENDED, ()),
-    # A follower has cancelled it, and P still computes the request.
-    (_S.ENDED, _E.SETTLED): (_S.ENDED, ()),
-    (_S.ENDED, _E.OVERWRITTEN): (_S.ENDED, ()),
-    (_S.ENDED, _E.HANDED_OFF): (_S.ENDED, (_F.KEEP_FOR_A_WHILE, _F.RELEASE)),
-    (_S.ENDED, _E.NOT_HELD): (_S.ENDED, (_F.KEEP_FOR_A_WHILE,)),
-    (_S.ENDED, _E.CANCELLED): (_S.ENDED, ()),
-    (_S.ENDED, _E.RESET): (_S.ENDED, (_F.KEEP_FOR_A_WHILE,)),
-    (_S.ENDED, _E.FORGOTTEN): (_S.ENDED, ()),
-}
-"""The next state, and what is done, for each event that a state can meet."""
 
 
 @dataclass(eq=False)
@@ -103,7 +49,7 @@ class Offer:
         groups: number of KV cache groups of that engine.
         total: tokens that P will hand off.
         prompt: digest of these tokens.
-        state: see `TABLE`; only :meth:`apply` changes it.
+        state: what followers can have; it never goes back.
         version: grows with each change that followers see.
         epoch: of the settled tokens.
         tokens: number of settled tokens, in whole blocks.
@@ -133,14 +79,10 @@ class Offer:
     steps: deque[tuple[int, int]] = field(default_factory=deque)
     begun: bool = False
 
-    def apply(self, event: OfferEvent) -> tuple[OfferEffect, ...]:
-        """Move on, and return what has to be done about it.
-
-        Raises:
-            KeyError: the table has no such event in this state, which is an error of the caller's.
-        """
-        self.state, effects = TABLE[self.state, event]
-        return effects
+    def end(self, why: str) -> None:
+        """Leave followers nothing to read."""
+        self.state, self.ended = OfferState.ENDED, why
+        self.params, self.claim, self.blocks = NO_PARAMS, None, {}
 
     def progress(self, question: AskedTicket) -> Progress:
         """Return the progress, with the blocks that the follower does not know yet."""
@@ -208,8 +150,7 @@ class TicketTable:
                 self._evict_oldest()
             offer = self._offers[ticket] = Offer(ticket, request_id, source, groups, total, prompt)
             if self._cancelled_early.pop(ticket, False) is None:
-                offer.apply(OfferEvent.CANCELLED)
-                offer.ended = _CANCELLED
+                offer.end(_CANCELLED)
         self.on_progress(ticket)
         return True
 
@@ -230,7 +171,7 @@ class TicketTable:
         def settle(offer: Offer) -> None:
             offer.tokens, offer.blocks = tokens, blocks
 
-        self._move(self.offer(ticket), OfferEvent.SETTLED, settle)
+        self._publish(ticket, settle)
 
     def begin_epoch(self, ticket: bytes) -> None:
         """Publish that the settled blocks may be overwritten from now on."""
@@ -239,7 +180,7 @@ class TicketTable:
             offer.epoch += 1
             offer.tokens, offer.blocks = 0, {}
 
-        self._move(self.offer(ticket), OfferEvent.OVERWRITTEN, begin)
+        self._publish(ticket, begin)
 
     def hand_off(self, ticket: bytes, params: Mapping[str, Any], claim: LeaseClaim) -> None:
         """Publish the parameters of a request that has ended; the `claim` is that of its blocks."""
@@ -250,20 +191,21 @@ class TicketTable:
             return
 
         def hold(offer: Offer) -> None:
-            offer.params, offer.claim, offer.blocks = written, claim, {}
+            offer.state, offer.params, offer.claim, offer.blocks = OfferState.HELD, written, claim, {}
 
-        self._move(self.offer(ticket), OfferEvent.HANDED_OFF, hold, claim)
+        if not self._publish(ticket, hold, is_over=True):
+            self.on_cancelled(claim)
 
     def end_ticket(self, ticket: bytes, ended: str) -> None:
         """Publish that a request has ended, and why there is no hand-off."""
-        self._end(self.offer(ticket), OfferEvent.NOT_HELD, ended)
+        self._publish(ticket, lambda offer: offer.end(ended), is_over=True)
 
     def end_all(self, why: str) -> None:
         """End all offers: the caches are reset."""
         with self._lock:
-            offers = list(self._offers.values())
-        for offer in offers:
-            self._end(offer, OfferEvent.RESET, why)
+            tickets = list(self._offers)
+        for ticket in tickets:
+            self._publish(ticket, lambda offer: offer.end(why), is_over=True)
 
     def cancel_ticket(self, ticket: bytes) -> None:
         """Note that a follower no longer needs a request, before or after its end."""
@@ -272,30 +214,35 @@ class TicketTable:
             if offer is None:  # D's vLLM may reject the request before P's request comes
                 self._cancelled_early.note(ticket, None)
                 return
-        self._end(offer, OfferEvent.CANCELLED, _CANCELLED)
-
-    def _end(self, offer: Offer, event: OfferEvent, why: str) -> None:
-        def end(offer: Offer) -> None:
-            offer.params, offer.claim, offer.blocks, offer.ended = NO_PARAMS, None, {}, why
-
-        self._move(offer, event, end)
-
-    def _move(
-        self, offer: Offer, event: OfferEvent, store: Callable[[Offer], None], claim: LeaseClaim | None = None
-    ) -> None:
-        """Give an offer an event; `store` what the event brings, if it is published."""
-        with self._lock:
-            effects = offer.apply(event)
-            if OfferEffect.PUBLISH in effects:
-                store(offer)
+            # Other followers, for example of samples of the prompt, may still read what P holds.
+            claim, is_computing = offer.claim, offer.state is OfferState.COMPUTING
+            if is_computing:
+                offer.end(_CANCELLED)
                 offer.version += 1
-            if OfferEffect.KEEP_FOR_A_WHILE in effects:
-                self._over.setdefault(offer.ticket, time.monotonic())
-            claim = claim or offer.claim
-        if OfferEffect.PUBLISH in effects:
-            self.on_progress(offer.ticket)
-        if OfferEffect.RELEASE in effects and claim is not None:
+        if is_computing:
+            self.on_progress(ticket)
+        if claim is not None:
             self.on_cancelled(claim)
+
+    def _publish(self, ticket: bytes, change: Callable[[Offer], None], *, is_over: bool = False) -> bool:
+        """Change an offer under a new version, and reply to followers that wait; return False if it has ended before.
+
+        Args:
+            ticket: of the offer, which may have ended by another thread, and may be forgotten since.
+            change: makes the change.
+            is_over: whether the request is over: followers can ask about it for `keep_seconds` more.
+        """
+        with self._lock:
+            offer = self._offers.get(ticket)
+            is_open = offer is not None and offer.state is not OfferState.ENDED
+            if offer is not None and is_open:
+                change(offer)
+                offer.version += 1
+            if offer is not None and is_over:
+                self._over.setdefault(ticket, time.monotonic())
+        if is_open:
+            self.on_progress(ticket)
+        return is_open
 
     def progress(self, question: AskedTicket) -> Progress | None:
         """Return the progress of a request; None if the follower has seen all of it, or P does not know the ticket yet.
@@ -318,7 +265,7 @@ class TicketTable:
 
     def _evict_oldest(self) -> None:
         ticket, _ = self._over.popitem(last=False)
-        self._offers.pop(ticket).apply(OfferEvent.FORGOTTEN)
+        del self._offers[ticket]
 
     def __len__(self) -> int:
         return len(self._offers)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvhma.vllm.peers.lease_question import LeaseQuestion
 from kvhma.vllm.peers.prefill_engines import PrefillEngine
-from kvhma.vllm.reads.read_machine import ActiveRead, required
+from kvhma.vllm.reads.active_read import ActiveRead, required
 from kvhma.vllm.reads.read_steps import errors_fail
 from kvhma.vllm.wire.lease_board import mark_of
 from kvhma.vllm.wire.messages import MAX_CLAIMS

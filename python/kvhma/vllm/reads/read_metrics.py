@@ -9,7 +9,7 @@ from kvhma._kvhma import Transfer
 from kvhma.planning import live_entries
 from kvhma.vllm.metadata import ReadCommand
 from kvhma.vllm.peers.worker_context import WorkerContext
-from kvhma.vllm.reads.read_machine import ActiveRead
+from kvhma.vllm.reads.active_read import ActiveRead
 from kvhma.vllm.telemetry.spans import LoadTimes, Spans
 from kvhma.vllm.telemetry.stats import StatsCollector
 from kvhma.vllm.telemetry.tracing import Trace

@@ -18,8 +18,8 @@ from kvhma.vllm.metadata import ReadCommand
 from kvhma.vllm.peers.prefill_engines import PrefillEngines
 from kvhma.vllm.peers.sockets import Waker
 from kvhma.vllm.peers.worker_context import WorkerContext
+from kvhma.vllm.reads.active_read import ActiveRead, ReadState
 from kvhma.vllm.reads.lease_checks import check_leases
-from kvhma.vllm.reads.read_machine import ActiveRead, ReadEvent, ReadState
 from kvhma.vllm.reads.read_metrics import ReadMetrics
 from kvhma.vllm.reads.read_steps import ReadSteps, errors_fail
 from kvhma.vllm.reads.results import LoadResults
@@ -154,7 +154,6 @@ class ReadPump:
             # Not acquire_engine: the pump would continue after the handshake, so two threads would own the read.
             read.engine = self._engines.acquire_known_engine(read.command.remote.incarnation)
             if read.engine is not None:
-                self._steps.move(read, ReadEvent.KNOWN)
                 self._steps.advance(read)
         return read.state not in _NOT_POSTED
 
@@ -248,10 +247,7 @@ class ReadPump:
                 lambda error: self._put(partial(self._end_handshake, read, error)),
             )
             if read.engine is None:
-                event = ReadEvent.HANDSHAKE
-            else:
-                event = ReadEvent.KNOWN if read.transfer is None else ReadEvent.KNOWN_AGAIN
-            self._steps.move(read, event)
+                read.state = ReadState.CONNECTING
 
     def _end_handshake(self, read: ActiveRead, error: KvhmaError | None) -> None:
         if read.state is not ReadState.CONNECTING:  # it has failed meanwhile
@@ -263,7 +259,7 @@ class ReadPump:
         if error is not None:
             read.fail(error)
         else:
-            self._steps.move(read, ReadEvent.HANDSHAKE_ENDED)
+            read.state = ReadState.QUEUED
 
     def _measure_reported(self) -> None:
         for read in [read for read in self._reads if read.state is ReadState.REPORTED]:

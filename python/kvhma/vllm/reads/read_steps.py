@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of a read: what it waits for in each state, and the effects of the machine's table."""
+"""The way of a read from its order to its report, from top to bottom: each wait is a `yield`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +22,8 @@ from kvhma.vllm.device.memory import Memory
 from kvhma.vllm.failures import failure_of
 from kvhma.vllm.peers.prefill_engines import PrefillEngine, PrefillEngines
 from kvhma.vllm.peers.worker_context import WorkerContext
+from kvhma.vllm.reads.active_read import ActiveRead, ReadState, required
 from kvhma.vllm.reads.digests import LoadSums, sums_of
-from kvhma.vllm.reads.read_machine import ActiveRead, ReadEffect, ReadEvent, ReadState, required
 from kvhma.vllm.reads.read_parts import ReadPart, parts_of
 from kvhma.vllm.reads.results import LoadResults
 
@@ -37,7 +37,7 @@ _POST_SECONDS = 5e-3
 
 
 class ReadSteps:
-    """Takes reads from state to state. Safe to use from several threads, each with its own reads."""
+    """Takes reads from their order to their report. Safe to use from several threads, each with its own reads."""
 
     def __init__(self, context: WorkerContext, memory: Memory, engines: PrefillEngines, results: LoadResults) -> None:
         """Own nothing of this: the memory that reads write to, the engines, and where reads are reported."""
@@ -45,68 +45,75 @@ class ReadSteps:
         self._memory = memory
         self._engines = engines
         self._results = results
-        self._waits: Mapping[ReadState, Callable[[ActiveRead], ReadEvent | None]] = {
-            ReadState.PLACING: self._places,
-            ReadState.ZEROING: self._zeroed,
-            ReadState.POSTING: self._posted,
-            ReadState.READING: self._all_read,
-            ReadState.PERMUTING: lambda read: _device_ended(read, ReadEvent.PERMUTED),
-            ReadState.CHECKING: _checked,
-            ReadState.ASKED: _answered,
-            ReadState.SUMMING: _summed,
-            ReadState.COPYING: lambda read: _device_ended(read, ReadEvent.COPIED),
-            ReadState.DRAINING: self._drained,
-            ReadState.REPORTING: self._report,
-        }
-        """Each returns the event that the state waits for, or None while it has not happened."""
-        self._effects: Mapping[ReadEffect, Callable[[ActiveRead], None]] = {
-            ReadEffect.PLAN: self._plan,
-            ReadEffect.COMPARE: self._compare,
-            ReadEffect.LEAVE_ENGINE: self._leave_engine,
-            ReadEffect.PERMUTE: self._permute,
-            ReadEffect.NOTE_READ: self._note_read,
-            ReadEffect.SUM: self._sum,
-            ReadEffect.COPY: self._copy,
-            ReadEffect.SAVE_CASE: self._save_case,
-            ReadEffect.CLEAN_UP: self._clean_up,
-        }
 
     def advance(self, read: ActiveRead) -> None:
         """Take a read as far as it comes without waiting, and without looking for its engine."""
-        before = None
-        while read.state is not before and read.state in self._waits:
-            before = read.state
+        if read.steps is None:
+            read.steps = self.steps(read)
+        next(read.steps, None)
+        if read.state is ReadState.REPORTING:
             # If even the report of a failure fails, the thread has to log it, and to try again.
-            is_last_try = before is ReadState.REPORTING and read.error is not None
-            with contextlib.nullcontext() if is_last_try else errors_fail(read):
-                event = self._waits[before](read)
-                if event is not None:
-                    self.move(read, event)
+            with errors_fail(read) if read.error is None else contextlib.nullcontext():
+                self._report(read)
 
-    def move(self, read: ActiveRead, event: ReadEvent) -> None:
-        """Give an event to a read, and carry out the effects. An effect that fails the read ends the others."""
-        effects = read.apply(event)
-        following = read.state
-        for effect in effects:
+    def steps(self, read: ActiveRead) -> Iterator[None]:
+        """Read, until only the report is missing.
+
+        An error ends the read at its next wait. Then nothing may write to its blocks any more, because vLLM gives them
+        to another request as soon as the read is reported.
+        """
+        with errors_fail(read):
+            yield from self._read(read)
+        while read.error is not None:
             with errors_fail(read):
-                self._effects[effect](read)
-            if read.state is not following:
-                return
+                if _is_drained(read):
+                    break
+            yield
+        read.state = ReadState.REPORTING
+        with errors_fail(read):
+            if read.error is not None and read.engine is not None:
+                self._results.cases.save_failed_load(read.command, read.engine.plan, read.places)
+        with errors_fail(read):
+            self._clean_up(read)
 
-    # --- what the states wait for --------------------------------------------------------------------------
+    def _read(self, read: ActiveRead) -> Iterator[None]:
+        """Read, prove that P held the blocks while they were read, and fill D's."""
+        yield from _wait(read, ReadState.QUEUED, _has_engine)
+        yield from _wait(read, ReadState.PLACING, self._take_places)
+        self._plan(read)
+        yield from _wait(read, ReadState.ZEROING, _device_ended)
+        self._count_zeroing(read)
+        while True:
+            yield from _wait(read, ReadState.POSTING, self._post)
+            yield from _wait(read, ReadState.READING, _transfers_ended)
+            if not any(part.is_lost for part in read.parts):
+                break
+            self._leave_engine(read)
+            yield from _wait(read, ReadState.QUEUED, _has_engine)
+            self._compare(read)
+        if read.permutes is not None:
+            read.launched = self._memory.permute(read.permutes)
+        yield from _wait(read, ReadState.PERMUTING, _device_ended)
+        read.read_at = time.monotonic()
+        self._results.note_load_read()
+        if read.has_digest:
+            read.sums = self._sums(read)
+        if not read.command.piece:  # the last piece proves all of them
+            yield from _prove(read)
+        read.launched = self._memory.copy_in(required(read.places), read.command.spans, read.after)
+        yield from _wait(read, ReadState.COPYING, _device_ended)
 
-    def _places(self, read: ActiveRead) -> ReadEvent | None:
+    def _take_places(self, read: ActiveRead) -> bool:
         read.places = self._memory.take_places(read.command.spans)
-        return None if read.places is None else ReadEvent.PLACES
+        return read.places is not None
 
-    def _zeroed(self, read: ActiveRead) -> ReadEvent | None:
-        event = _device_ended(read, ReadEvent.ZEROED)
-        if event is not None and not self._memory.device.is_host:
+    def _count_zeroing(self, read: ActiveRead) -> None:
+        if not self._memory.device.is_host:
             self._results.stats.record(zero_seconds=time.monotonic() - read.planned_at)
             self._results.stats.count("delayed_posts", read.waits_for_device)
-        return event
 
-    def _posted(self, read: ActiveRead) -> ReadEvent | None:
+    def _post(self, read: ActiveRead) -> bool:
+        """Post for a moment; return whether all is posted."""
         read.posted_at = started = time.monotonic()
         unposted = [part for part in read.parts if part.handle is None and not part.is_lost]
         while unposted and read.error is None and read.posted_at - started <= _POST_SECONDS:
@@ -115,21 +122,9 @@ class ReadSteps:
                 part.handle = self._handle(required(read.engine), part)
             read.posted_at = time.monotonic()
         read.post_seconds += read.posted_at - started
-        return None if unposted or read.error is not None else ReadEvent.POSTED
+        return not unposted
 
-    def _all_read(self, read: ActiveRead) -> ReadEvent | None:
-        _poll(read)
-        if read.error is not None or read.in_flight:
-            return None
-        return ReadEvent.LOST if any(part.is_lost for part in read.parts) else ReadEvent.READ
-
-    def _drained(self, read: ActiveRead) -> ReadEvent | None:
-        _poll(read)
-        if read.in_flight or (read.sums is not None and read.sums.is_running):
-            return None
-        return _device_ended(read, ReadEvent.DRAINED)
-
-    def _report(self, read: ActiveRead) -> ReadEvent:
+    def _report(self, read: ActiveRead) -> None:
         name, results = read.command.request_id, self._results
         read.ended_at = time.monotonic()
         if read.command.piece:
@@ -144,15 +139,13 @@ class ReadSteps:
                 results.succeed_load(name, first_tokens, verified_by_board=bool(read.verified_by_board))
             else:
                 results.ask_verdict(name, first_tokens, required(read.sums.result()))
-        return ReadEvent.REPORTED
-
-    # --- effects -------------------------------------------------------------------------------------------
+        read.state = ReadState.REPORTED
 
     def _plan(self, read: ActiveRead) -> None:
         read.transfer, read.parts, read.permutes = self._planned(read)
         read.planned_at = time.monotonic()
         read.launched = self._memory.zero(read.transfer.zero, read.after)
-        read.waits_for_device = _device_ended(read, ReadEvent.ZEROED) is None
+        read.waits_for_device = not _device_ended(read)
 
     def _planned(self, read: ActiveRead) -> tuple[Transfer, list[ReadPart], NDArray[np.uint64] | None]:
         """Return what to read and zero, the parts, and the ranges to reorder afterwards."""
@@ -179,6 +172,7 @@ class ReadSteps:
         )
 
     def _compare(self, read: ActiveRead) -> None:
+        """Have lost parts read again. What was read before still counts, if P's caches are where they were."""
         _, parts, _ = self._planned(read)
         if len(parts) != len(read.parts) or not all(map(ReadPart.is_same, parts, read.parts)):
             raise PeerLostError(f"{read.lost}; P's caches are at other addresses since")
@@ -186,6 +180,7 @@ class ReadSteps:
             part.is_lost = False
 
     def _leave_engine(self, read: ActiveRead) -> None:
+        """Release P's engine, whose connection has lost parts."""
         read.resumes += 1
         lost = [part for part in read.parts if part.is_lost]
         self._results.stats.count("resumed_loads")
@@ -199,17 +194,7 @@ class ReadSteps:
         )
         self._release_engine(read)
 
-    def _permute(self, read: ActiveRead) -> None:
-        if read.permutes is not None:
-            read.launched = self._memory.permute(read.permutes)
-
-    def _note_read(self, read: ActiveRead) -> None:
-        read.read_at = time.monotonic()
-        self._results.note_load_read()
-
-    def _sum(self, read: ActiveRead) -> None:
-        if not read.has_digest:
-            return
+    def _sums(self, read: ActiveRead) -> LoadSums:
         context, command = self._context, read.command
         sums = sums_of(
             required(read.engine).plan,
@@ -228,14 +213,7 @@ class ReadSteps:
 
         seed = command.remote.content_seed or 0
         # P's sums come with its steps, which take seconds if P is overloaded.
-        read.sums = LoadSums(command, seed, timed, context.settings.replies_timeout)
-
-    def _copy(self, read: ActiveRead) -> None:
-        read.launched = self._memory.copy_in(required(read.places), read.command.spans, read.after)
-
-    def _save_case(self, read: ActiveRead) -> None:
-        if read.engine is not None:
-            self._results.cases.save_failed_load(read.command, read.engine.plan, read.places)
+        return LoadSums(command, seed, timed, context.settings.replies_timeout)
 
     def _clean_up(self, read: ActiveRead) -> None:
         with errors_fail(read):
@@ -261,6 +239,8 @@ def errors_fail(*reads: ActiveRead) -> Iterator[None]:
     """
     try:
         yield
+    except GeneratorExit:  # the read is dropped as the pump closes
+        raise
     except BaseException as error:
         for read in reads:
             if read.state is not ReadState.REPORTED:
@@ -288,44 +268,80 @@ def _poll(read: ActiveRead) -> None:
             required(part.handle).poll()
 
 
-def _device_ended(read: ActiveRead, event: ReadEvent) -> ReadEvent | None:
-    """Return the event if no launched work can write to the blocks; None before."""
+def _wait(read: ActiveRead, state: ReadState, is_over: Callable[[ActiveRead], bool]) -> Iterator[None]:
+    """Wait in a state.
+
+    Raises:
+        BaseException: the error of the read, which may also have been found where no step of it runs.
+    """
+    read.state = state
+    while read.error is None and not is_over(read):
+        yield
+    if read.error is not None:
+        raise read.error
+
+
+def _prove(read: ActiveRead) -> Iterator[None]:
+    """Wait for P's lease board or P's answer to show that P held the blocks; with digests, for P's and for D's too.
+
+    :func:`kvhma.vllm.reads.lease_checks.check_leases` looks at the board and asks P.
+    """
+    while True:
+        yield from _wait(read, ReadState.CHECKING, _is_checked)
+        if read.verified_by_board:
+            return
+        yield from _wait(read, ReadState.ASKED, _is_answered)
+        question, index = required(read.question)
+        question.check(index, read.command.remote.incarnation)
+        if read.sums is None:
+            return
+        if read.sums.take_prefill_digest(question.content(index)):
+            yield from _wait(read, ReadState.SUMMING, _is_summed)
+            return
+        read.question = None  # P has no digest yet
+
+
+def _has_engine(read: ActiveRead) -> bool:
+    return read.engine is not None
+
+
+def _device_ended(read: ActiveRead) -> bool:
+    """Return whether no launched work can write to the blocks."""
     if read.launched is not None:
         try:
             if not read.launched.query():
-                return None
+                return False
         except BaseException:  # after a device error nothing runs there any more
             read.launched = None
             raise
         read.launched = None
-    return event
+    return True
 
 
-def _checked(read: ActiveRead) -> ReadEvent | None:
-    if read.command.piece:
-        return ReadEvent.PIECE
-    if read.verified_by_board:
-        return ReadEvent.ON_BOARD
-    return None if read.question is None else ReadEvent.QUESTION
+def _transfers_ended(read: ActiveRead) -> bool:
+    _poll(read)
+    return not read.in_flight
 
 
-def _answered(read: ActiveRead) -> ReadEvent | None:
-    question, index = required(read.question)
-    if not question.poll():
-        if read.sums is not None:
-            read.sums.check_deadline()
-        return None
-    question.check(index, read.command.remote.incarnation)
-    if read.sums is None:
-        return ReadEvent.HELD
-    if read.sums.take_prefill_digest(question.content(index)):
-        return ReadEvent.DIGEST
-    read.question = None
-    return ReadEvent.NO_DIGEST
+def _is_checked(read: ActiveRead) -> bool:
+    return bool(read.verified_by_board) or read.question is not None
 
 
-def _summed(read: ActiveRead) -> ReadEvent | None:
-    return None if required(read.sums).result() is None else ReadEvent.SUMMED
+def _is_answered(read: ActiveRead) -> bool:
+    if required(read.question)[0].poll():
+        return True
+    if read.sums is not None:
+        read.sums.check_deadline()
+    return False
+
+
+def _is_summed(read: ActiveRead) -> bool:
+    return required(read.sums).result() is not None
+
+
+def _is_drained(read: ActiveRead) -> bool:
+    is_summing = read.sums is not None and read.sums.is_running
+    return _transfers_ended(read) and not is_summing and _device_ended(read)
 
 
 def first_filled_tokens(geometry: Geometry, spans: Sequence[Span], first_tokens: Sequence[int]) -> dict[int, int]:
