@@ -153,7 +153,7 @@ def test_the_last_kernel_block_has_31_bits(ratio: int) -> None:
         lowlevel.expand_blocks([last + 1], ratio)
 
 
-def test_blocks_of_a_layer_that_overlap_are_refused_by_the_request() -> None:
+def test_overlapping_blocks_are_refused() -> None:
     page = kvhma.Page((kvhma.Part("kv", "u8", 1, 0, (kvhma.Axis("tokens", 16, 4), kvhma.Axis("content", 4, 1))),))
 
     def overlapping(base: int) -> Geometry:

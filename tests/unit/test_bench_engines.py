@@ -50,7 +50,7 @@ def test_everyone_comes_first_and_last_equally_often(count: int) -> None:
         assert sorted(order[place] for order in orders) == sorted(columns * 2)
 
 
-def test_a_turn_is_made_of_what_d_s_worker_and_scheduler_recorded() -> None:
+def test_summary_of_a_turn() -> None:
     def step(begun: float, calls: float, **more: object) -> dict[str, object]:
         return {"begun": begun, "calls": calls, "ordered": {}, "loaded": {}, "failed": []} | more
 
@@ -89,9 +89,7 @@ def test_a_turn_with_failed_loads_does_not_count(more: dict[str, object], error:
     ("seconds", "rounds", "starts"),
     [(1.0, connectors.ROUNDS * connectors.STARTS, connectors.STARTS), (1000.0, connectors.LEAST_ROUNDS, 2)],
 )
-def test_a_row_has_rounds_of_several_starts_however_long_one_takes(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, rounds: int, starts: int
-) -> None:
+def test_rounds_and_starts_of_a_row(monkeypatch: pytest.MonkeyPatch, seconds: float, rounds: int, starts: int) -> None:
     now = [0.0]
     posted = [0.0]
 

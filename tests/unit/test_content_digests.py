@@ -198,7 +198,7 @@ def test_heads_that_ranks_repeat_without_knowing_it(mine: int, theirs: int, tota
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [(1, 8), (8, 1), (8, 8), (3, 2)])
-def test_one_wrong_copy_of_a_latent_cache_shows_whichever_it_is(mine: int, theirs: int) -> None:
+def test_one_wrong_copy_of_a_latent_cache_shows(mine: int, theirs: int) -> None:
     def ranks(size: int) -> list[Geometry]:
         return [rank(HERE, [Group("mla", 4)], [("a", 0, latent(4, 6))], blocks=5, tp=(r, size)) for r in range(size)]
 

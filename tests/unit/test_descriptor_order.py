@@ -134,7 +134,7 @@ def test_a_batch_is_its_requests(data: st.DataObject, order: dict[str, Any], req
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_selected_blocks_of_an_array_are_a_view_of_it() -> None:
+def test_selected_blocks_of_an_array_are_a_view() -> None:
     for dtype in ("i4", "i8", "u2", ">i4"):
         table = np.array([0, 0, 5, 6, 7, 8], dtype)
         every = table.repeat(3)[::3]
@@ -148,7 +148,7 @@ def test_the_selected_blocks_of_an_array_are_a_view_of_it() -> None:
         assert {ids.dtype for ids in (last, state, live, strided)} == {table.dtype}
 
 
-def test_the_selected_blocks_of_a_list_are_an_array_of_their_own() -> None:
+def test_selected_blocks_of_a_list_are_a_new_array() -> None:
     found = lowlevel.clip_blocks([[0, 5, 6], (7,), range(3, 5)], [1, 0, 0])
     assert [(ids.dtype, ids.tolist()) for ids in found] == [(np.dtype(np.int32), ids) for ids in ([6], [7], [3, 4])]
     with pytest.raises(BlockIdError, match="group 1: block id 2147483648 at index 1"):
@@ -205,7 +205,7 @@ INTO: dict[str, tuple[Callable[[Any], NDArray[Any]], list[Any], type[Any]]] = {
 
 
 @pytest.mark.parametrize("name", INTO)
-def test_a_result_fills_the_callers_memory_from_its_front(name: str) -> None:
+def test_results_fill_output_memory(name: str) -> None:
     call, values, dtype = INTO[name]
     shape = np.shape(values)
     for spare in (0, 3):
@@ -221,7 +221,7 @@ def test_a_result_fills_the_callers_memory_from_its_front(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", INTO)
-def test_memory_that_does_not_fit_is_refused_before_a_byte_is_written(name: str) -> None:
+def test_output_memory_that_does_not_fit_is_refused(name: str) -> None:
     call, values, dtype = INTO[name]
     shape = np.shape(values)
     read_only = np.full(shape, 77, dtype)
@@ -331,7 +331,7 @@ def changes(array: NDArray[np.int32]) -> list[Callable[[], object]]:
 
 
 @pytest.mark.parametrize("change", range(4))
-def test_an_array_that_is_changed_while_others_are_read_is_read_as_it_is_then(change: int) -> None:
+def test_arrays_that_change_during_a_call(change: int) -> None:
     def meddler(value: int, *arrays: NDArray[np.int32]) -> Any:
         return Meddler(value, lambda: [changes(array)[change]() for array in arrays])
 
@@ -358,7 +358,7 @@ def test_an_array_that_is_changed_while_others_are_read_is_read_as_it_is_then(ch
             two.batch_ids(tables, [[1, 1], [meddler(1, tables[0], tables[1]), 1]])
 
 
-def test_a_subclass_with_its_own_items_is_read_and_cut_as_an_array() -> None:
+def test_subclasses_are_read_as_arrays() -> None:
     table = np.array([0, 5, 6, 7], np.int32).view(Shrinking)
     assert lowlevel.clip_blocks([table], [2])[0].tolist() == [6, 7]
     out = np.zeros(4, np.int32).view(Shrinking)
@@ -425,7 +425,7 @@ def test_requests_of_several_tables_are_equally_many() -> None:
         two.batch_ids([MATRIX, MATRIX[:1]], [[1, 1], [1]])
 
 
-def test_more_ids_than_31_bits_count_are_refused_without_memory_for_them() -> None:
+def test_too_many_ids_are_refused() -> None:
     many = lowlevel.DescriptorOrder([0], [2] * 2000, [0] * 2000, ratios=[1])
     with pytest.raises(AddressOverflowError, match="ids"):
         many.ids([np.zeros(2_000_000, np.int32) + 1])

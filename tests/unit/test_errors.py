@@ -356,7 +356,7 @@ def test_an_error_of_python_has_its_class_and_its_text(kind: type[KvhmaError]) -
     assert (more.code, more.place, more.field, more.reason) == ("length", "layer 3", "name", "too long")
 
 
-def test_a_finding_and_the_error_that_refuses_its_pair_say_the_same() -> None:
+def test_a_finding_equals_its_error() -> None:
     """The sentence does not depend on which side is local; the values do."""
     one = tiny_hybrid(8)
     other = Geometry.from_json(changed(("pages", 0, "parts", 0, "axes", 2, "extent"), 65))

@@ -36,7 +36,7 @@ def test_shapes_that_are_new_or_gone_fail():
     assert "clip: gone; expand: new" in said
 
 
-def test_counts_of_another_compiler_are_not_compared_and_it_says_so():
+def test_another_compiler_is_not_compared():
     shapes = [replace(shape, instructions=2 * shape.instructions) for shape in SHAPES]
     other = ("rustc 1.96.0 (000000000) for x86_64-unknown-linux-gnu", HERE[1])
     right, said = instructions.verdict(shapes, other, RECORD)

@@ -190,7 +190,7 @@ def test_a_warm_peer_is_left_alone(world):
 
 
 @pytest.mark.parametrize("method", ["transfer", "check_xfer_state", "initialize_xfer"])
-def test_a_peer_that_is_dead_by_the_time_of_the_warm_up(world, method):
+def test_a_peer_dies_before_the_warm_up(world, method):
     world.net.polls = 1
     world.net.fail[method] = [ERRORS["nixlRemoteDisconnectError"]("gone")]
     payload = world.d.handshake_payload(world.d_geometry)
@@ -213,7 +213,7 @@ def test_a_peer_that_does_not_answer(world):
 
 
 @pytest.mark.parametrize("remote_memory", ["VRAM", "DRAM"])
-def test_a_connection_for_reads_into_device_memory_is_warmed_up_there(remote_memory):
+def test_warm_up_reads_into_device_memory(remote_memory):
     net, scratch, source = FakeNet(), np.zeros(PAGE, np.uint8), labelled(1)
     d = Agent("D", nixl=FakeNixl("D", net))
     d.register_scratch(Region(scratch.ctypes.data, 64, "VRAM", 1))
@@ -312,7 +312,7 @@ def test_a_prepared_read_is_posted_again_and_again(world):
     assert world.d_nixl.released_in_flight == 0
 
 
-def test_a_prepared_read_is_not_posted_while_it_is_in_flight():
+def test_a_prepared_read_in_flight_is_not_posted():
     world = World(polls=2)
     read = world.d.prepare_read(world.peer, rows_of(world.target, [3]), rows_of(world.source, [5]))
     handle = read.post()

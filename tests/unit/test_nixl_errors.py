@@ -170,7 +170,7 @@ def test_an_agent_that_no_peer_can_read_names_its_backends(monkeypatch: pytest.M
         Agent("files", AgentOptions(backends=("POSIX",)))
 
 
-def test_a_list_of_a_peer_that_is_lost_meanwhile_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prepared_list_of_a_lost_peer_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     """NIXL may raise while it releases the list."""
     world = World(monkeypatch)
     prepare = FakeNixl.prep_xfer_dlist

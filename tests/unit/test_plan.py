@@ -91,7 +91,7 @@ def test_explain_names_every_group_by_its_own_kind():
     assert alike.count("full group") == 2  # here and there
 
 
-def test_a_layer_of_one_side_is_a_finding_and_the_rest_works():
+def test_a_layer_of_one_side_is_a_finding():
     whole = layout(model("gpt-oss-20b"), LayoutOptions(num_blocks=6))
     fewer = dataclasses.replace(whole, layers=whole.layers[:-1])
     for local, remote in ((whole, fewer), (fewer, whole)):

@@ -232,7 +232,7 @@ time.sleep(600)
 """
 
 
-def test_what_one_has_started_ends_with_it(tmp_path):
+def test_children_of_a_process_end_with_it(tmp_path):
     log = tmp_path / "a.log"
     with processes.running([part(tmp_path, "a", SLEEPS_WITH_A_CHILD)]) as started:
         (process, _) = started["a"]
@@ -245,7 +245,7 @@ def test_what_one_has_started_ends_with_it(tmp_path):
     until(lambda: not runs(child))
 
 
-def test_all_of_them_run_if_the_heir_was_killed(tmp_path, monkeypatch):
+def test_processes_run_without_the_heir(tmp_path, monkeypatch):
 
     def parts():
         for name in NAMES:
@@ -260,7 +260,7 @@ def test_all_of_them_run_if_the_heir_was_killed(tmp_path, monkeypatch):
     assert all(process.returncode is not None for process, _ in started.values())
 
 
-def test_one_that_ends_too_early_is_named_with_the_end_of_its_log(tmp_path, capsys):
+def test_a_process_that_ends_early_shows_its_log(tmp_path, capsys):
     said = "; ".join(f"print({number})" for number in range(20))
     with processes.running([part(tmp_path, "decode", f"{said}; raise SystemExit(3)")]) as started:
         started["decode"][0].wait(30)

@@ -63,7 +63,7 @@ async def test_a_missing_hand_off_is_reported(said, missing, stream, caplog):
         {"use_beam_search": True, "n": 2},
     ],
 )
-async def test_what_the_decode_engine_computes_itself_is_computed_once(body, tickets):
+async def test_requests_that_only_d_computes(body, tickets):
     async with Fleet(usage(0), tickets=tickets) as fleet:
         status, _ = await fleet.complete(**body, kv_transfer_params={"do_remote_prefill": True})
         assert (status, fleet.prefill.asked) == (200, [])
@@ -99,7 +99,7 @@ async def test_engines_take_turns():
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_what_an_engine_refuses_is_passed_on_as_it_came(role, stream):
+async def test_refusals_of_engines_are_passed_on(role, stream):
     async with Fleet() as fleet:
         engine = fleet.prefill if role == "prefill" else fleet.decode[0]
         engine.status, engine.error = 404, {"message": "m", "type": "NotFoundError", "param": "model", "code": 404}
@@ -109,7 +109,7 @@ async def test_what_an_engine_refuses_is_passed_on_as_it_came(role, stream):
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_the_error_of_an_engine_that_fails_is_not_passed_on(role, caplog):
+async def test_internal_errors_of_engines_are_hidden(role, caplog):
     async with Fleet() as fleet:
         engine = fleet.prefill if role == "prefill" else fleet.decode[0]
         engine.status, engine.error = 500, "in /srv/secret.py"
@@ -153,7 +153,7 @@ async def test_health_names_the_status_of_an_engine():
         assert (status, json.loads(text)["decode"]) == (503, {fleet.decode[0].url: "status 503"})
 
 
-async def test_an_answer_that_breaks_off_ends_with_an_error():
+async def test_a_cut_stream_ends_with_an_error():
     async with Fleet() as fleet:
         fleet.decode[0].breaks = True
         status, text = await fleet.complete(stream=True)
@@ -163,7 +163,7 @@ async def test_an_answer_that_breaks_off_ends_with_an_error():
         assert "[DONE]" not in text
 
 
-async def test_a_client_that_hangs_up_ends_the_request_at_the_engine():
+async def test_a_disconnect_aborts_the_request():
     async with Fleet() as fleet:
         fleet.decode[0].hangs = True
         async with fleet.client.post("/v1/completions", json={"prompt": "a", "stream": True}) as answer:
@@ -257,7 +257,7 @@ async def test_a_chat_of_text_is_rendered_once(messages, is_text, more):
         assert decoded == body | {"kv_transfer_params": PARAMS | ids}
 
 
-async def test_a_ticket_that_failed_is_repeated_with_the_rendered_prompt():
+async def test_a_failed_ticket_is_retried_with_the_rendered_prompt():
     """With a ticket D renders the chat while P does, and may get another date."""
     async with Fleet(None, None, tickets=True) as fleet:
         await fleet.chat("a")
@@ -307,7 +307,7 @@ async def test_other_chats_get_no_parameters(said, more):
 
 
 @pytest.mark.parametrize("turns", [None, proxy.Turns(seconds=0)])
-async def test_without_turns_and_after_a_time_nothing_is_kept(turns):
+async def test_turns_expire(turns):
     async with Fleet(turns=turns) as fleet:
         fleet.decode[0].params = answered(0)
         await fleet.chat("a")
@@ -315,7 +315,7 @@ async def test_without_turns_and_after_a_time_nothing_is_kept(turns):
         assert fleet.prefill.asked[-1][1]["kv_transfer_params"] == proxy.PREFILL_PARAMS
 
 
-def test_chats_that_are_kept_have_a_bound():
+def test_stored_turns_are_bounded():
     kept = proxy.Turns(limit=2)
     bodies = [{"messages": [{"role": "user", "content": text}]} for text in "abc"]
     for number, body in enumerate(bodies):
@@ -326,7 +326,7 @@ def test_chats_that_are_kept_have_a_bound():
 
 
 @pytest.mark.parametrize(("status", "body"), [(400, {}), (200, {"stream": True})])
-async def test_with_turns_refusals_and_streams_are_as_without(status, body):
+async def test_turns_change_no_refusals_and_streams(status, body):
     async with Fleet(usage(3), turns=proxy.Turns()) as fleet:
         fleet.decode[0].status = status
         found, text = await fleet.chat("a", **body)
@@ -381,7 +381,7 @@ async def test_each_request_has_a_ticket_of_its_own():
         assert (tickets[0], len(set(tickets))) == (None, 3)
 
 
-async def test_a_repeat_goes_one_after_the_other():
+async def test_a_retry_has_no_ticket():
     """The address that the decode engine got with the ticket may be the reason for the repeat."""
     async with Fleet(tickets=True) as fleet:
         await fleet.complete()
@@ -391,7 +391,7 @@ async def test_a_repeat_goes_one_after_the_other():
         assert ["kvhma_ticket" in params for params in given] == [False, True, False]
 
 
-async def test_an_answer_that_breaks_off_is_not_asked_for_again():
+async def test_a_cut_refusal_is_not_retried():
     async with Fleet() as fleet:
         fleet.decode[0].status, fleet.decode[0].error = 400, "x" * (2 << 20)
         assert (await fleet.complete())[0] == 502
@@ -408,7 +408,7 @@ async def test_a_request_that_aiohttp_refuses_is_answered(caplog):
     assert "Traceback" not in caplog.text
 
 
-async def test_samples_go_one_after_the_other():
+async def test_samples_have_no_ticket():
     async with Fleet(tickets=True) as fleet:
         await fleet.complete()
         await fleet.complete(n=2)
@@ -417,7 +417,7 @@ async def test_samples_go_one_after_the_other():
 
 @pytest.mark.parametrize("which", ["prefill", "decode"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_engine_that_fails_ends_the_request_at_the_other_one(which, stream):
+async def test_a_failed_engine_aborts_the_other_request(which, stream):
     async with Fleet(tickets=True) as fleet:
         begun = await second(fleet, stream=stream)
         failing, other = fleet.prefill, fleet.decode[0]
@@ -445,7 +445,7 @@ async def test_another_scheduler_of_the_prefill_engine():
         assert "kvhma_ticket" not in params_of(fleet.prefill), "it has two ranks: unknown which"
 
 
-async def test_a_decode_engine_that_needs_nothing_does_not_wait():
+async def test_d_with_the_prompt_does_not_wait_for_p():
     async with Fleet(tickets=True) as fleet:
         begun = await second(fleet)
         fleet.decode[0].may_answer.set()
@@ -453,7 +453,7 @@ async def test_a_decode_engine_that_needs_nothing_does_not_wait():
         await asyncio.wait_for(fleet.prefill.ended.wait(), 5)
 
 
-async def test_a_prompt_that_the_decode_engine_has_is_not_kept_for_it():
+async def test_p_answers_without_parameters_if_d_has_the_prompt():
     """The prefill engine learns that it is not needed, and answers without parameters, maybe first."""
     async with Fleet(tickets=True) as fleet:
         begun = await second(fleet)
@@ -465,7 +465,7 @@ async def test_a_prompt_that_the_decode_engine_has_is_not_kept_for_it():
         assert (await begun)[0] == 200
 
 
-async def test_a_client_that_hangs_up_ends_both():
+async def test_a_disconnect_aborts_prefill_and_decode():
     async with Fleet(tickets=True) as fleet:
         begun = await second(fleet)
         begun.cancel()

@@ -174,7 +174,7 @@ async def test_other_paths_are_those_of_a_decode_engine(path):
         *("/v1/./load_lora_adapter", "/v1/%2e/load_lora_adapter", "/v1/.", "/v1/./responses"),
     ],
 )
-async def test_what_operators_ask_of_engines_is_not_passed_on(path):
+async def test_admin_paths_are_not_passed_on(path):
     from yarl import URL
 
     async with Fleet() as fleet:
@@ -325,7 +325,7 @@ async def test_an_engine_that_comes_back_is_asked_again(monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_is_repeated_once_where_nothing_of_an_answer_was_read(stream):
+async def test_a_request_without_an_answer_is_retried_once(stream):
     async with Fleet(None, None, None) as fleet:
         for engine in fleet.decode[:2]:
             engine.status = 500
@@ -355,7 +355,7 @@ async def test_a_single_engine_may_close_an_idle_connection(role, path, tickets,
         assert json.loads((await fleet.get("/health"))[1])[role] == {engine.url: "ok"}
 
 
-async def test_a_stream_that_has_begun_is_not_repeated():
+async def test_a_begun_stream_is_not_retried():
     async with Fleet(None, None) as fleet:
         for engine in fleet.decode:
             engine.breaks = True
@@ -365,14 +365,14 @@ async def test_a_stream_that_has_begun_is_not_repeated():
 
 
 @pytest.mark.parametrize(("engines", "expected"), [(1, (502, [1])), (2, (200, [1, 1]))])
-async def test_an_answer_that_is_cut_comes_from_another_engine(engines, expected):
+async def test_a_cut_answer_is_retried_elsewhere(engines, expected):
     async with Fleet(*[None] * engines) as fleet:
         fleet.decode[0].breaks = True
         status, _ = await fleet.complete()
         assert (status, [len(engine.asked) for engine in fleet.decode]) == expected
 
 
-async def test_what_a_client_did_wrong_is_not_repeated():
+async def test_client_errors_are_not_retried():
     async with Fleet(None, None) as fleet:
         for engine in fleet.decode:
             engine.status = 400
@@ -380,7 +380,7 @@ async def test_what_a_client_did_wrong_is_not_repeated():
         assert sum(len(engine.asked) for engine in fleet.decode) == 1
 
 
-async def test_an_engine_that_was_gone_is_not_followed_at_its_old_address():
+async def test_a_restarted_engine_gets_no_ticket_at_first():
     async with Fleet(tickets=True) as fleet:
         await fleet.complete()
         port = fleet.prefill.server.port

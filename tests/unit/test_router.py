@@ -121,7 +121,7 @@ async def test_dead_engines_are_left_out(tmp_path):
         assert (await complete(client))[0] == 503
 
 
-async def test_a_router_that_is_told_to_end_ends_its_answers_first(tmp_path):
+async def test_a_router_finishes_its_answers(tmp_path):
     async with routed(tmp_path) as (_, decodes, client, process):
         for engine in decodes:
             engine.may_answer.clear()

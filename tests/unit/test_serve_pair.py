@@ -47,7 +47,7 @@ def test_ranks_on_cpus_share_the_memory(monkeypatch, tmp_path, sizes, share):
             assert claims == ([share] if on_cpus else []) + ["0.1"]  # of two vLLM takes the last
 
 
-def test_both_engines_have_a_new_secret_or_that_of_the_environment():
+def test_both_engines_have_one_secret():
     drawn = [serve_pair.with_secret({"PATH": "/bin"}) for _ in range(2)]
     assert all(len(made["KVHMA_SECRET"]) == 64 and made["PATH"] == "/bin" for made in drawn)
     assert drawn[0]["KVHMA_SECRET"] != drawn[1]["KVHMA_SECRET"]

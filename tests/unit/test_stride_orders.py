@@ -51,7 +51,7 @@ def test_orders_with_contiguous_pages() -> None:
     assert PAGE_ORDERS == ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 
 
-def test_a_kernel_block_has_its_share_of_the_block_unless_its_stride_is_written() -> None:
+def test_default_stride_of_kernel_blocks() -> None:
     group = Group("full", 48, ratio=3)
     page = Page((Part("kv", "int8", 1, 0, (Axis("tokens", 16, 4), Axis("content", 4, 1))),))
     layer = Layer("a", 0, 0, 0, 4, 3 * 80, page)
@@ -61,7 +61,7 @@ def test_a_kernel_block_has_its_share_of_the_block_unless_its_stride_is_written(
     assert [geometry.kernel_stride(one) for one in geometry.layers] == [80, 256]
 
 
-def test_a_shard_is_the_rest_of_its_axis_unless_its_length_is_given() -> None:
+def test_default_length_of_a_shard() -> None:
     assert [Shard(8).held, Shard(8, 6).held, Shard(8, 2, 3).held] == [8, 2, 3]
     assert Axis("heads", 8, 64, 2, 3).shard == Shard(8, 2, 3)
     assert Shard(8, 2, 6).problem("heads") is None

@@ -218,9 +218,7 @@ def wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> Path:
     return path
 
 
-def test_a_wheel_has_the_files_of_one_version_and_what_another_has_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheel_merges_two_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """0.33 imports orjson in its front end, which 0.32 does not ask for: its servers did not start."""
     new = {"vllm/a.py": "new", "vllm/b,c.json": "new", "vllm/_C.abi3.so": "for GPUs", "vllm/vllm-rs": "for GPUs"}
     old = {"vllm/a.py": "old", "vllm/gone.py": "old", "vllm/_C.abi3.so": "for CPUs", "vllm/x/spin.so": "for CPUs"}

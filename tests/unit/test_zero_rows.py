@@ -31,7 +31,7 @@ def whole(content: str, size: int) -> Geometry:
     return Geometry((Region(4096, 8 * 64),), (Group("ssm", 4),), (Layer("conv", 0, 0, 0, 8, 64, page),))
 
 
-def test_content_that_only_equal_engines_can_read_is_refused_as_that() -> None:
+def test_content_of_equal_engines_only() -> None:
     (finding, *_) = kvhma.validate(whole("SHORT_CONV/((32,2),)/tp2", 32), whole("SHORT_CONV/((64,2),)/tp1", 64))
     assert (finding.code, finding.field) == ("equal-engines", "content")
     assert "tp2" in finding.text
