@@ -19,7 +19,7 @@ import pytest
 aiohttp = pytest.importorskip("aiohttp", reason="make dev installs it")
 msgspec = pytest.importorskip("msgspec", reason="make dev installs it")
 
-from kvhma.proxy import Turns, answers, engines
+from kvhma.proxy import Turns, answers, bodies, engines
 from support.fleet import PARAMS, Engine, Fleet, usage
 
 
@@ -146,6 +146,13 @@ async def test_a_compressed_body_that_is_none_is_refused(path, coding, data):
         async with fleet.client.post(path, data=data, headers=headers) as answer:
             assert answer.status == 400
         assert (await fleet.complete())[0] == 200
+
+
+def test_a_long_body_is_passed_on_unread():
+    body = bodies.object_in(b'{"prompt": [1' + b",1" * 100_000 + b'], "n": 2, "kv_transfer_params": {}}')
+    assert {key: type(value) for key, value in body.items()} == {"prompt": msgspec.Raw, "n": msgspec.Raw}
+    assert bodies.plain(body) == {"prompt": ..., "n": 2}
+    assert bodies.prompts_in(body) == []
 
 
 @pytest.mark.parametrize("path", ["/v1/models/tiny", "/v1/responses", "/v1/embeddings", "/tokenize"])

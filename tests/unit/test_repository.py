@@ -56,7 +56,7 @@ def test_actions_are_pinned(path):
     assert all("timeout-minutes" in job for job in workflow["jobs"].values())
 
 
-def test_a_release_needs_every_test_and_no_token():
+def test_a_release_needs_every_test_and_a_signature_but_no_token():
     jobs = read(RELEASE)["jobs"]
     publish = jobs.pop("publish")
     assert publish["if"] == "github.event_name == 'push'"
@@ -67,6 +67,10 @@ def test_a_release_needs_every_test_and_no_token():
     assert not any("permissions" in job for job in jobs.values())
     assert "secrets" not in RELEASE.read_text()
     assert steps(publish)[-1] == "uv publish --trusted-publishing always dist/*"
+    attested, signed, _ = publish["steps"][-3:]
+    assert attested["uses"].startswith("actions/attest@")
+    assert attested["with"] == {"subject-path": "dist/*"}
+    assert signed["run"] == "python -m pypi_attestations sign dist/*"
 
 
 def test_a_release_tests_what_it_builds():
