@@ -205,10 +205,6 @@ $(DOCS)/.ready: pyproject.toml
 docs: $(DOCS)/.ready ## the documentation site, into site/ (sets up .venv-docs)
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict -q
 
-.PHONY: pictures
-pictures: dev ## the pictures of docs/assets, by the commands that the pages show
-	$(BIN)/python tools/pictures.py
-
 .PHONY: types
 types: dev $(E2E)/.ready ## mypy strict over the connector, with vLLM's own types
 	$(BIN)/mypy --python-executable $(E2E)/bin/python --cache-dir .mypy_cache/vllm --follow-imports silent python/kvhma/vllm

@@ -27,8 +27,8 @@ import numpy as np
 
 import cuts
 import kvhma
+from drawing import COLUMN, Drawing
 from kvhma import Axis, Geometry, Group, Layer, Page, Part, Region, Span, lowlevel
-from kvhma.cli.svg import COLUMN, Drawing
 
 REPEATS = 5
 SECONDS = 0.01

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kvhma.cli.svg import COLUMN, Drawing
+from drawing import COLUMN, Drawing
 
 _LEFT, _RIGHT, _LINE = 190, 90, 16
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvhma.cli.svg import COLUMN, Drawing
+from drawing import COLUMN, Drawing
 
 STAGES = (
     "sent", "added", "ordered", "planned", "posted", "read", "checked", "reported", "scheduled", "first token"

@@ -86,7 +86,6 @@ def test_other_commands_ask_too(tmp_path: Path) -> None:
     assert cli("explain", folder, "--tokens", 100, "--json").form["layout"] == said
     exported = cli("export", "--model", folder, "--as", "tp=2", "-o", tmp_path / "d.json", "--json").form
     assert (exported["layout"], len(exported["files"])) == (said, 2)
-    assert cli("map", folder, "--tokens", 100, "--json", "-o", tmp_path / "map.svg").form["layout"] == said
 
 
 def test_what_neither_takes(tmp_path: Path) -> None:

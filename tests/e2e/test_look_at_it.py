@@ -179,8 +179,6 @@ def test_what_is_exported_is_what_runs(pair: Pair, tmp_path: Path, monkeypatch: 
     assert planned.code == 0
     assert planned.form["bytes"] > 0
     assert cli("explain", *both).code == 0
-    assert cli("map", *both, "--tokens", 100, "-o", "x.svg").code == 0
-    assert cli("diff", "D.json", "P.json").code in (0, 1)
 
 
 def metrics(port: int, start: str = "") -> str:

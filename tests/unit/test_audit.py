@@ -396,13 +396,12 @@ def test_the_command(tmp_path: Path) -> None:
     traces.save(trace(MUTANTS["another token"][0]), wrong)
     assert cli("audit", right).out == f"right      {right} r D0: 3 descriptors, 10 B; kvhma 3, 10 B\n"
     assert cli("audit", "-q", right).out == ""
-    small_case, small_trace, picture = (tmp_path / name for name in ("case.json", "small.jsonl", "picture.svg"))
-    done = cli("audit", right, wrong, "--case", small_case, "--trace", small_trace, "--svg", picture)
+    small_case, small_trace = (tmp_path / name for name in ("case.json", "small.jsonl"))
+    done = cli("audit", right, wrong, "--case", small_case, "--trace", small_trace)
     assert done.code == 1
     assert "wrong: 4 bytes of fa/kv tokens 0 to 3: they hold other tokens" in done.words
     assert cases.check(cases.load(small_case)).outcome == "right"
     assert cli("audit", small_trace).code == 1
-    assert "<svg" in picture.read_text()
     form = cli("audit", "--json", right, wrong).form
     assert form["verdict"] == "wrong"
     assert [row["verdict"] for row in form["results"]] == ["right", "wrong"]
@@ -419,5 +418,3 @@ def test_a_refusal_of_the_connector(tmp_path: Path) -> None:
 
 def test_what_the_command_refuses(tmp_path: Path) -> None:
     assert "does not exist" in refused("audit", tmp_path / "none.jsonl")
-    traces.save(trace(), tmp_path / "trace.jsonl")
-    refused("audit", tmp_path / "trace.jsonl", "--svg", tmp_path / "picture.png")

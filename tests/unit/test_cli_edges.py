@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from xml.etree import ElementTree as ET
 
 import pytest
 from rich.console import Console
@@ -23,7 +22,6 @@ from support.cli_run import cli, refused
 from support.tiny import tiny_hybrid
 
 PAIR = ("google/gemma-3-27b-it", "--prefill", "tp=2", "--decode", "tp=4")
-SVG = "{http://www.w3.org/2000/svg}"
 NUMBER = re.compile(r"\d[\d,.]*(?: (?:[KMGT]iB|B|s|ms|µs)\b)?")
 
 
@@ -35,7 +33,6 @@ NUMBER = re.compile(r"\d[\d,.]*(?: (?:[KMGT]iB|B|s|ms|µs)\b)?")
     "command",
     [
         ("plan", *PAIR, "--tokens", "64k"),
-        ("sweep", "google/gemma-3-27b-it", "--tokens", "1k/64k"),
         ("models",),
         ("cost", *PAIR),
     ],
@@ -48,10 +45,8 @@ def test_no_number_is_broken(command: tuple[str, ...], columns: int) -> None:
 
 
 def test_rows_that_do_not_fit_become_lines() -> None:
-    out = cli("sweep", "google/gemma-3-27b-it", "--tokens", "1k", columns=60).out
-    assert "prefill  tp=1\n" in out
-    assert "  decode                 tp=1\n" in out
-    assert "  whole blocks × b., t.  1.00, 1.91\n" in out
+    out = cli("plan", *PAIR, columns=40).out
+    assert "group  0 sliding\n" in out
     assert max(map(len, out.splitlines()[:-1])) <= 60
 
 
@@ -83,7 +78,7 @@ def test_the_package_runs() -> None:
         (("plan", "nope", "--json"), "unknown-model", "no built-in model"),
         (("plan", "gemma-3-4b", "--format", "json", "--tokens", "0"), "usage", "--tokens"),
         (("plan", "gemma-3-4b", "--format=json", "--prefill", "tp=0"), "usage", "tp=0"),
-        (("diff", "/none", "/none", "--json"), "unknown-model", "'/none'"),
+        (("cost", "/none", "--json"), "unknown-model", "'/none'"),
         (("explain", "--json"), "usage", "MODEL"),
         (("explain", "--json", "--"), "usage", "MODEL"),
     ],
@@ -173,7 +168,6 @@ def test_the_extension_is_that_of_the_package(monkeypatch: pytest.MonkeyPatch, p
 )
 def test_a_mistyped_key(item: str, meant: str) -> None:
     assert refused("plan", "gemma-3-4b", "--prefill", item).endswith(f"Did you mean {meant}?")
-    assert refused("sweep", "gemma-3-4b", "--decode", f"tp=1,{item}").endswith(f"Did you mean {meant}?")
 
 
 def test_nothing_is_meant_by_a_word_like_no_key() -> None:
@@ -183,7 +177,6 @@ def test_nothing_is_meant_by_a_word_like_no_key() -> None:
 @pytest.mark.parametrize("text", ["tp=2,,block=16", "tp=2,", ",tp=2", "", " , "])
 def test_an_empty_item(text: str) -> None:
     assert "has an empty item" in refused("plan", "gemma-3-4b", "--prefill", text)
-    assert "has an empty item" in refused("sweep", "gemma-3-4b", "--decode", text)
 
 
 # --- a pipe as MODEL -------------------------------------------------------------------------------------------------
@@ -204,8 +197,6 @@ def test_a_config_from_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for command in ("plan", "explain"):
         pipe(monkeypatch, config.read_bytes())
         assert cli(command, "-", "--json").form == cli(command, config, "--json").form
-    pipe(monkeypatch, config.read_bytes())
-    assert cli("sweep", "-", "--json").form == cli("sweep", config, "--json").form
 
 
 def test_a_geometry_from_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,20 +218,3 @@ def test_a_geometry_from_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_pipe(data: bytes, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pipe(monkeypatch, data)
     assert f"Error: {text}" in refused("plan", "-")
-
-
-# --- the picture of a sweep ------------------------------------------------------------------------------------------
-
-
-def test_the_plot_has_a_line_of_whole_blocks(tmp_path: Path) -> None:
-    output = tmp_path / "sweep.svg"
-    arguments = ("google/gemma-3-27b-it", "--decode", "tp=1/2", "--tokens", "1k/8k")
-    rows = cli("sweep", *arguments, "-o", output, "--json").form["rows"]
-    root = ET.parse(output).getroot()
-    lines = [line.get("class") for line in root.iter(f"{SVG}polyline")]
-    for index in range(2):
-        assert lines.count(f"s{index}") == 2, "a panel of times, and a panel of bytes"
-        assert lines.count(f"s{index} other") == 2
-    titles = [title.text or "" for title in root.iter(f"{SVG}title")]
-    assert sum("whole blocks" in title for title in titles) == 2 * len(rows)
-    assert any((text.text or "").startswith("dashed") for text in root.iter(f"{SVG}text"))

@@ -341,41 +341,6 @@ def test_csv() -> None:
     assert by_pair == {(str(row["decode_rank"]), str(row["prefill_rank"])) for row in form["pairs"]}
 
 
-def test_sweep() -> None:
-    """Each line is what `plan` prints about it."""
-    sides = ("--prefill", "tp=2", "--decode", "tp=1/4,block=16/64")
-    form = cli("sweep", NANO, *sides, "--tokens", "1k/8k", "--json").form
-    assert form["kvhma_sweep"] == 1
-    decodes = ["tp=1,block=16", "tp=1,block=64", "tp=4,block=16", "tp=4,block=64"]
-    assert [(row["decode"], row["tokens"]) for row in form["rows"]] == [(d, n) for d in decodes for n in (1000, 8000)]
-    for row in form["rows"]:
-        one = cli(
-            "plan", NANO, "--prefill", "tp=2", "--decode", row["decode"], "--tokens", row["tokens"], "--json"
-        ).form
-        for field in ("bytes", "descriptors", "seconds", "whole_blocks", "whole_prompt"):
-            assert row[field] == one[field]
-
-
-def test_sweep_in_other_forms(tmp_path: Path) -> None:
-    words = ("sweep", NANO, "--prefill", "tp=1/2", "--decode", "tp=2,kv=auto/fp8", "--tokens", "1k/4k")
-    done = cli(*words, "-o", tmp_path / "s.svg", columns=200)
-    assert (done.code, done.err) == (0, "")
-    lines = done.out.splitlines()
-    assert [line.split()[-2:] for line in lines if "kv=fp8" in line] == [["refused", "(1)"]] * 4
-    (reason,) = (line for line in lines if line.startswith("refused (1): "))
-    assert "float8_e4m3fn" in reason
-    assert max(len(line.rstrip()) for line in cli(*words, columns=80).out.splitlines() if "tp=" in line) <= 80
-    rows = list(csv.DictReader(io.StringIO(cli(*words, "--format", "csv").out)))
-    assert len(rows) == 8
-    assert [bool(row["refused"]) for row in rows] == [False, False, True, True] * 2
-    assert "float8_e4m3fn" in rows[2]["refused"]
-    drawn = (tmp_path / "s.svg").read_text()
-    for row in rows[:2]:
-        assert f"P tp=1 to D tp=2,kv=auto\n{int(row['tokens']):,} tokens: " in drawn
-    assert drawn.count('<polyline class="s') + drawn.count('class="s0"') >= 1
-    assert cli(*words, "--format", "markdown").out.count("\n| tp=") == 8
-
-
 # --- explain ---------------------------------------------------------------------------------------------------------
 
 

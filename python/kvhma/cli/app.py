@@ -17,16 +17,13 @@ from kvhma.cli.check import check
 from kvhma.cli.completion import install
 from kvhma.cli.cost import cost_
 from kvhma.cli.demo import demo
-from kvhma.cli.diff import diff
 from kvhma.cli.doctor import doctor
 from kvhma.cli.explain import explain
 from kvhma.cli.export import export
 from kvhma.cli.format import print_json, printable
-from kvhma.cli.map import map_
 from kvhma.cli.models import models_
 from kvhma.cli.plan import plan
 from kvhma.cli.serve_pair import serve_pair
-from kvhma.cli.sweep import sweep
 from kvhma.errors import KvhmaError
 
 _EPILOG = "Exit codes: 0 done, 1 a check failed or found a problem, 2 the input is wrong."
@@ -43,10 +40,6 @@ def app() -> None:
     kvhma models
     kvhma plan google/gemma-3-27b-it --prefill tp=2 --decode tp=4 --tokens 8k
     kvhma explain google/gemma-3-27b-it --prefill tp=2 --decode tp=4
-
-    \b
-    kvhma map google/gemma-3-27b-it --prefill tp=2 --decode tp=4 -o map.svg
-    kvhma sweep google/gemma-3-27b-it --decode tp=1/2/4 --tokens 1k/8k/64k
     """  # noqa: D301 - click's mark for lines that it must not wrap
 
 
@@ -83,7 +76,6 @@ def _refuse(code: str, text: str, as_json: bool) -> NoReturn:
     raise SystemExit(2) from None
 
 
-_BEFORE = plan, explain, map_, sweep, cost_
-for command in (*_BEFORE, models_, diff, check, audit, export, bench, doctor, demo, serve_pair):
+for command in (plan, explain, cost_, models_, check, audit, export, bench, doctor, demo, serve_pair):
     app.add_command(command)
 install()

@@ -31,11 +31,11 @@ ENGINE_HELP = (
 """The help text for the keys of an engine; docs/cli.md has a table."""
 
 
-def engine_option(name: str, text: str, parse: Callable[..., Any] = parse_engine) -> Callable[[F], F]:
+def engine_option(name: str, text: str) -> Callable[[F], F]:
     """Return an option that describes an engine."""
     metavar = "KEY=VALUE,…"
     return click.option(
-        name, metavar=metavar, default="tp=1", callback=parse, shell_complete=complete_engine, help=text
+        name, metavar=metavar, default="tp=1", callback=parse_engine, shell_complete=complete_engine, help=text
     )
 
 

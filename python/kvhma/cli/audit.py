@@ -9,18 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 
 from kvhma.cli.format import output_options, plural, print_json, printable, size, watched
-from kvhma.cli.pages import Addresses, DrawnRank, by_address
-from kvhma.cli.scene import Scene, draw
-from kvhma.cli.svg import check_drawing
 from kvhma.errors import RequestError
-from kvhma.geometry import Geometry, Span
 from kvhma.oracle import cases, traces
 from kvhma.oracle.audit import Judged, judge, ranks_of
-from kvhma.oracle.labels import by_source
-from kvhma.oracle.smallest import answered, smallest, sources_of, trace_of
+from kvhma.oracle.smallest import answered, smallest, trace_of
 from kvhma.oracle.traced_memory import RankTrace
 
 _EXIT = {"right": 0, "wrong": 1, "refused": 2, "unreadable": 2}
@@ -34,18 +28,14 @@ class _Files:
 
     case: Path | None
     trace: Path | None
-    picture: Path | None
 
 
 @click.command()
 @click.argument("files", type=click.Path(exists=True, dir_okay=False, path_type=Path), nargs=-1, required=True)
 @click.option("--case", type=click.Path(path_type=Path), help="Write the smallest case that is wrong, with its answer.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write the smallest trace that is wrong.")
-@click.option("--svg", type=click.Path(path_type=Path), help="Draw it, as SVG or HTML.")
 @output_options
-def audit(
-    files: tuple[Path, ...], case: Path | None, trace: Path | None, svg: Path | None, as_json: bool, quiet: bool
-) -> None:
+def audit(files: tuple[Path, ...], case: Path | None, trace: Path | None, as_json: bool, quiet: bool) -> None:
     """Judge traces of any connector, byte by byte.
 
     Every byte that D's next step reads must be the byte of its layer, head and token. The check uses no planner.
@@ -54,8 +44,6 @@ def audit(
     Exit code 0: all are right. 1: bytes of D are wrong or missing, or others were written. 2: a file is not a trace,
     is too large to simulate, or the connector has refused. With -q only what is not right is named.
     """
-    if svg is not None:
-        check_drawing(svg)
     rows = []
     shown: tuple[str, RankTrace] | None = None
     for path in watched("auditing", files, quiet):
@@ -69,7 +57,7 @@ def audit(
             if not quiet or row["verdict"] != "right":
                 _print(row)
     if shown is not None:
-        _show(*shown, _Files(case, trace, svg), quiet or as_json)
+        _show(*shown, _Files(case, trace), quiet or as_json)
     raise SystemExit(_EXIT[_verdict(rows)])
 
 
@@ -124,34 +112,14 @@ def _print(row: dict[str, Any]) -> None:
 
 def _show(connector: str, traced: RankTrace, files: _Files, quiet: bool) -> None:
     """Write the smallest request that shows the fault."""
-    if not any((files.case, files.trace, files.picture)):
+    if not any((files.case, files.trace)):
         return
     small = smallest(traced)
     if files.case is not None:
         cases.save(answered(small.case), files.case)
     if files.trace is not None:
         traces.save(trace_of(small, connector), files.trace)
-    if files.picture is not None:
-        _draw(small, files.picture)
     if not quiet:
-        written = ", ".join(click.format_filename(path) for path in (files.case, files.trace, files.picture) if path)
+        written = ", ".join(click.format_filename(path) for path in (files.case, files.trace) if path)
         what = f"{plural(small.case.num_tokens, 'token')}, {plural(len(small.case.local.layers), 'layer')}"
         click.echo(f"smallest: {what}: {written}")
-
-
-def _draw(traced: RankTrace, output: Path) -> None:
-    """Draw the transfer from the first source, or the blocks if nothing was transferred."""
-    case, found = traced.case, judge(traced, with_plan=False)
-    source, rows = next(iter(sources_of(traced)), (0, np.empty((0, 3), np.uint64)))
-    runs = rows[:, [1, 0, 2]]
-    remote_spans = by_source(case.remote_spans, len(case.remotes))[source]
-    local = _drawn(f"D rank {traced.rank}", case.local, case.local_spans, runs[:, [0, 2]])
-    remote = _drawn(f"P rank {source}", case.remotes[source], remote_spans, runs[:, [1, 2]])
-    title = f"{traced.name}: {', '.join(found.signature) or 'right'}, {plural(case.num_tokens, 'token')}"
-    page, height = draw(Scene(title, tuple(map(str, found.causes)), local, remote, source, runs), 6)
-    page.save(output, height)
-
-
-def _drawn(name: str, geometry: Geometry, spans: Sequence[Span], runs: Addresses) -> DrawnRank:
-    tables = [list(map(int, span.ids)) for span in spans]
-    return DrawnRank(name, geometry, tables, [set(table) for table in tables], by_address(runs))

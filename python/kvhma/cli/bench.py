@@ -29,7 +29,6 @@ from kvhma.cli.format import (
 )
 from kvhma.cli.link_file import link_file, save_link
 from kvhma.cli.model_names import complete_model
-from kvhma.cli.svg import COLUMN, Drawing, check_drawing
 from kvhma.cli.values import Tokens
 from kvhma.costs import Link
 from kvhma.versions import NIXL_INSTALL
@@ -102,9 +101,8 @@ def maths(
 @click.option("--backend", default="UCX", show_default=True, help="NIXL's backend.")
 @click.option("--save", type=click.Path(path_type=Path), help="Where to write the constants that `kvhma plan` uses.")
 @click.option("--no-save", is_flag=True, help="Do not write the constants.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Draw the figures into this SVG or HTML file.")
 @table_options
-def link_(save: Path | None, no_save: bool, output: Path | None, style: str, quiet: bool, **reads: Any) -> None:
+def link_(save: Path | None, no_save: bool, style: str, quiet: bool, **reads: Any) -> None:
     """Read memory of a second process over NIXL, in blocks of your sizes, and fit the cost model to it.
 
     Each size is read twice: as blocks with gaps between them, one descriptor each, and as one run. The constants of
@@ -112,8 +110,6 @@ def link_(save: Path | None, no_save: bool, output: Path | None, style: str, qui
     """
     if importlib.util.find_spec("nixl") is None:
         raise click.UsageError(f"bench link needs nixl: {NIXL_INSTALL}")
-    if output is not None:
-        check_drawing(output)
     if save is not None and no_save:
         raise click.UsageError("--save and --no-save exclude each other")
     reading = watched("reading", loop_back.measure(**reads), quiet or style != "table", 2 * len(reads["sizes"]))
@@ -122,8 +118,6 @@ def link_(save: Path | None, no_save: bool, output: Path | None, style: str, qui
     saved = None if no_save else save or link_file()
     if saved is not None:
         save_link(constants, saved)
-    if output is not None:
-        _write(output, points, constants)
     rows = [{**asdict(point), "bytes": point.bytes} for point in points]
     form = {"kvhma_bench_link": 1, "points": rows, **asdict(constants), "saved": saved and str(saved)}
     print_result(style, form=form, rows=rows, sheets=[_sheet(points, constants)])
@@ -172,25 +166,3 @@ def _sheet(points: list[loop_back.Point], constants: Link) -> Sheet:
     )
     columns = ("blocks", "in", "time", "GB/s", "", "model")
     return Sheet("two processes, best of the repeats", "rrrrlr", columns, rows, law)
-
-
-def _write(output: Path, points: list[loop_back.Point], constants: Link) -> None:
-    """Draw speed by block size: measurements as boxes, the model as a line."""
-    page = Drawing(COLUMN, "kvhma bench link", "Bytes per second by block size, blocks apart and in one run")
-    page.text(20, 34, "Reads between two processes", "big")
-    law = f"{duration(constants.seconds_per_descriptor)} a descriptor, {constants.bytes_per_second / 1e9:.2f} GB/s"
-    page.text(20, 54, f"{law}; the line is what this model says", "soft")
-    fastest = max(point.bytes / point.seconds for point in points)
-    y = 76.0
-    for point in points:
-        speed = point.bytes / point.seconds
-        model = point.bytes / constants.seconds(point.descriptors, point.bytes)
-        apart = point.descriptors > 1
-        what = plural(point.descriptors, "descriptor")
-        page.text(20, y + 13, f"{size(point.block)}, {what}")
-        hover = f"{point.blocks} blocks of {point.block:,} bytes in {what}\n{duration(point.seconds)}"
-        page.rect(220, y, speed / fastest * 370, 16, "c1" if apart else "c0", hover)
-        page.rect(220 + min(model / fastest, 1.1) * 370, y - 2, 1.5, 20, "read", f"model: {model / 1e9:.2f} GB/s")
-        page.text(COLUMN - 12, y + 13, f"{speed / 1e9:.2f} GB/s", "end")
-        y += 22 if apart else 30
-    page.save(output, y + 10)

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
-from kvhma.cli.pieces import page_runs
-from kvhma.geometry import Geometry, Layer, Span
+from kvhma.geometry import Axis, Geometry, Layer, Page, Part, Span
 
 WHOLE_BLOCKS, WHOLE_PROMPT = "whole blocks", "whole prompt"
 
@@ -62,6 +62,34 @@ def _whole(local: Geometry, held: Mapping[str, int], blocks: Sequence[int]) -> C
 
 def _pieces(local: Geometry, layer: Layer) -> int:
     """Return the contiguous pieces of a block: one if its kernel blocks follow each other without a gap."""
-    runs = page_runs(layer.page)
+    runs = _page_runs(layer.page)
     is_dense = runs == [(0, local.kernel_stride(layer))]
     return 1 if is_dense else len(runs) * local.groups[layer.group].ratio
+
+
+def _contiguous_pieces(part: Part) -> list[tuple[int, int]]:
+    """Return offset in the page and length of a part's contiguous pieces, by address.
+
+    heads      |<------- stride ------->|             The innermost axes form one piece as long as each entry
+    tokens     |t0 t1 t2|               |t0 t1 t2|    starts where the previous entry ends. The outer axes are
+    pieces      ^^^^^^^^                 ^^^^^^^^     walked.
+    """
+    length, outer = part.item_bytes, list[Axis]()
+    for axis in sorted(part.axes, key=lambda axis: axis.stride):
+        if not outer and axis.stride == length:
+            length *= axis.shard.held
+        elif axis.length != 1:
+            outer.append(axis)
+    steps = product(*(range(0, axis.shard.held * axis.stride, axis.stride) for axis in outer))
+    return sorted((part.offset + sum(offsets), length) for offsets in steps)
+
+
+def _page_runs(page: Page) -> list[tuple[int, int]]:
+    """Return offset and length of the runs of a page's bytes, across its parts, by address."""
+    runs: list[tuple[int, int]] = []
+    for start, length in sorted(piece for part in page.parts for piece in _contiguous_pieces(part)):
+        if runs and sum(runs[-1]) == start:
+            runs[-1] = (runs[-1][0], runs[-1][1] + length)
+        else:
+            runs.append((start, length))
+    return runs

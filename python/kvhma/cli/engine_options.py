@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from itertools import product
 from typing import Any, get_args
 
 import click
@@ -21,7 +20,6 @@ from kvhma.models.vllm_layout import LayoutOptions, layout
 
 MAX_RANKS = 256
 _MAX_BLOCK = 1 << 20
-_MAX_ENGINES = 64
 DTYPES = {
     "auto": None,
     "bf16": "bfloat16",
@@ -102,28 +100,6 @@ def parse_engine(ctx: click.Context, param: click.Parameter, text: str) -> Engin
         click.BadParameter: an unknown key, a repeated key, or a value out of range.
     """
     return _engine(ctx, param, {field: _value(ctx, param, *found) for field, found in _items(ctx, param, text)})
-
-
-def parse_engines(ctx: click.Context, param: click.Parameter, text: str) -> list[tuple[str, EngineOptions]]:
-    """Parse the value of an option that may name several engines, as ``tp=1/2/4,block=16/64``.
-
-    Returns:
-        Every combination: the text of its options, and the engine.
-
-    Raises:
-        click.BadParameter: as for :func:`parse_engine`, or too many combinations.
-    """
-    choices = []
-    for field, (key, values) in _items(ctx, param, text):
-        words = values.split("/")
-        choices.append([(field, f"{key}={word.strip()}", _value(ctx, param, key, word)) for word in words])
-    found = [
-        (",".join(text for _, text, _ in chosen), _engine(ctx, param, {field: value for field, _, value in chosen}))
-        for chosen in product(*choices)
-    ]
-    if len(found) > _MAX_ENGINES:
-        raise click.BadParameter(f"{len(found)} combinations, at most {_MAX_ENGINES} are tried", ctx, param)
-    return found
 
 
 def _items(ctx: click.Context, param: click.Parameter, text: str) -> Iterator[tuple[str, tuple[str, str]]]:

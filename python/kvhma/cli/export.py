@@ -75,7 +75,7 @@ def export(
     quiet: bool,
     **given: Any,
 ) -> None:
-    """Write what really ran, or what a model would have, for plan, explain, map, diff and check.
+    """Write what really ran, or what a model would have, for plan and explain.
 
     HOST:PORT is the side channel of a live engine. The command asks its workers for the geometry of their caches and
     writes a file for each:

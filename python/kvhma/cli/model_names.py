@@ -10,11 +10,9 @@ from pathlib import Path
 import click
 from click.shell_completion import CompletionItem
 
-from kvhma.cli.engine_options import EngineOptions
-from kvhma.errors import GeometryError, KvhmaError, RequestError, UnknownModelError
+from kvhma.errors import GeometryError, KvhmaError, UnknownModelError
 from kvhma.geometry import Geometry
 from kvhma.models import Model, hub_ids, model, models
-from kvhma.models.config import load_json, read_config
 
 
 def find_model(name: str) -> Model:
@@ -37,24 +35,6 @@ def find_model(name: str) -> Model:
             f"MODEL {name!a}: no such file or directory, and no built-in model (`kvhma models` lists them).{mean} "
             f"Any other model needs its config.json: hf download {source} config.json --local-dir DIR, and DIR as MODEL"
         ) from None
-
-
-def model_or_geometry(text: str, kv_dtype: str | None = None, ssm_dtype: str | None = None) -> Model | Geometry:
-    """Read what MODEL names: a file or directory first, else a built-in model.
-
-    Raises:
-        KvhmaError: MODEL is not a file, directory or built-in model; the text says what was looked for.
-    """
-    if is_there(text):
-        path = Path(text)
-        if path.is_file() and "kvhma" in load_json(path):
-            return geometry(path)
-        return read_config(path, kv_dtype=kv_dtype, ssm_dtype=ssm_dtype)
-    found = find_model(text)
-    try:
-        return EngineOptions(kv_dtype=kv_dtype, ssm_dtype=ssm_dtype).model(found)
-    except KvhmaError as error:
-        raise RequestError(f"MODEL {text!a}: {error}") from error
 
 
 def is_there(text: str) -> bool:

@@ -47,20 +47,6 @@ class Tokens(ParamType):
         return int(number)
 
 
-class TokenList(Tokens):
-    """Several numbers of tokens: ``1k/4k/16k``."""
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Return what help shows for a value."""
-        return "N/N/…"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the numbers, each once."""
-        if not isinstance(value, str):
-            return value
-        return tuple(dict.fromkeys(super(TokenList, self).convert(word, param, ctx) for word in value.split("/")))
-
-
 class GroupTokens(Tokens):
     """A number of tokens for each group: ``8k,8k,0``."""
 

@@ -11,7 +11,6 @@ import numpy as np
 from kvhma.geometry import Geometry
 from kvhma.oracle.audit import Judged, judge
 from kvhma.oracle.cases import Case, Expected
-from kvhma.oracle.labels import by_source
 from kvhma.oracle.moves import byte_moves
 from kvhma.oracle.shrink import shrink
 from kvhma.oracle.traced_memory import Mask, RankTrace
@@ -141,13 +140,3 @@ def _joined(step: Step) -> Rows:
     first[1:] = np.any(places[:-1] + sizes[:-1] != places[1:], axis=1)
     starts = np.flatnonzero(first)
     return np.column_stack((places[starts], np.add.reduceat(rows[:, -1], starts)))
-
-
-def sources_of(traced: RankTrace) -> list[tuple[int, Rows]]:
-    """Return the transfer from each P rank: its number and its rows."""
-    found = []
-    for index in range(len(by_source(traced.case.remote_spans, len(traced.case.remotes)))):
-        rows = [step.rows for step in traced.steps if step.doing == "transfer" and step.source == index]
-        if rows:
-            found.append((index, np.concatenate(rows)))
-    return found

@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TypeAlias
 from xml.etree import ElementTree as ET
 
 from kvhma.cli.format import printable
-from kvhma.errors import RequestError
 
-# Sizes in pixels by name. The drawings are as wide as a docs column, so texts appear there in these sizes.
+# Sizes in pixels by name. The drawings are as wide as a docs column.
 SIZES = {"big": 17, "head": 14, "": 12, "small": 11}
 PALETTES = {
     "light": {
@@ -46,7 +42,7 @@ _RULES = (
     ".read { fill: var(--ink); } .paper { fill: var(--paper); }",
     "polyline { fill: none; stroke-width: 2; pointer-events: none; } .grid { stroke: var(--line); stroke-width: 0.5; }",
     ".other { stroke-dasharray: 5 4; } .empty { fill: var(--paper); stroke-width: 1.5; }",
-    ".link { opacity: 0.22; } .held { opacity: 0.3; }",
+    ".held { opacity: 0.3; }",
     ".t0 { opacity: 1; } .t1 { opacity: 0.8; } .t2 { opacity: 0.62; } .t3 { opacity: 0.46; }",
     "rect:hover, polygon:hover { stroke: var(--ink); stroke-width: 1; opacity: 1; }",
     *(f".c{index} {{ fill: var(--c{index}); }} .s{index} {{ stroke: var(--c{index}); }}" for index in range(8)),
@@ -56,13 +52,7 @@ _STYLE = "\n" + "\n".join(_RULES)
 COLORS = 8
 COLUMN = 688
 """Width of the column of text in the documentation, in pixels."""
-BOX = 16
-"""Height of the boxes of :meth:`Drawing.run`."""
 _THIN = 0.6
-_LETTER = 0.52
-"""Width of a letter by its size: wider than the average of screen fonts."""
-
-Stretch: TypeAlias = tuple[float, float, float]
 
 
 class Drawing:
@@ -89,30 +79,10 @@ class Drawing:
         box = {"x": _number(x), "y": _number(y), "width": _number(max(width, _THIN)), "height": _number(height)}
         self._add("rect", hover, {**box, "class": style})
 
-    def paragraph(self, x: float, y: float, text: str, style: str = "") -> float:
-        """Write a text in lines that fit on the page, and return the base line after it."""
-        size = next((SIZES[word] for word in style.split() if word in SIZES), SIZES[""])
-        letter = _LETTER * size * (1.1 if "big" in style.split() else 1)  # it is bold
-        for line in textwrap.wrap(printable(text), int((self.width - 2 * x) / letter)):
-            self.text(x, y, line, style)
-            y += round(1.35 * size)
-        return y
-
     def line(self, points: Sequence[tuple[float, float]], style: str) -> None:
         """Draw a line through points."""
         text = " ".join(f"{_number(x)},{_number(y)}" for x, y in points)
         self._add("polyline", "", {"points": text, "class": style})
-
-    def run(self, top: Stretch, bottom: Stretch, style: str, hover: str) -> None:
-        """Draw two boxes and the band between them; each is left end, right end, upper edge."""
-        group = self._add("g", hover, {"class": style.split()[0]})
-        (a, b, y), (c, d, z) = top, bottom
-        b, d = max(b, a + _THIN), max(d, c + _THIN)
-        for left, right, edge in ((a, b, y), (c, d, z)):
-            box = {"x": _number(left), "y": _number(edge), "width": _number(right - left), "height": f"{BOX}"}
-            ET.SubElement(group, "rect", {**box, "class": " ".join(style.split()[1:])})
-        points = " ".join(f"{_number(x)},{_number(h)}" for x, h in ((a, y + BOX), (b, y + BOX), (d, z), (c, z)))
-        ET.SubElement(group, "polygon", {"points": points, "class": "link"})
 
     def _add(self, tag: str, hover: str, attributes: dict[str, str]) -> ET.Element:
         shape = ET.SubElement(self._root, tag, attributes)
@@ -120,40 +90,11 @@ class Drawing:
             ET.SubElement(shape, "title").text = printable(hover)
         return shape
 
-    def save(self, output: Path, height: float) -> int:
-        """Write the file, HTML if its name ends so, and return its bytes.
-
-        Raises:
-            RequestError: the file cannot be written.
-        """
-        text = (self.svg(height) if output.suffix == ".svg" else self.html(height)).encode()
-        try:
-            output.write_bytes(text)
-        except OSError as error:
-            raise RequestError(f"--output {output}: {error.strerror or error}") from error
-        return len(text)
-
     def svg(self, height: float) -> str:
         """Return the file, `height` pixels high."""
         self._root.set("viewBox", f"0 0 {self.width} {_number(height)}")
         self._root.set("width", str(self.width))
         return ET.tostring(self._root, encoding="unicode") + "\n"
-
-    def html(self, height: float) -> str:
-        """Return the drawing as an HTML page."""
-        title = ET.tostring(self._root[0], encoding="unicode")
-        return (
-            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-            f'<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">{title}'
-            "<style>body{margin:0;background:Canvas}svg{max-width:100%;height:auto;display:block;margin:auto}</style>"
-            f"</head><body>\n{self.svg(height)}</body></html>\n"
-        )
-
-
-def check_drawing(output: Path) -> None:
-    """Refuse a file whose name ends in neither .svg nor .html."""
-    if output.suffix not in (".svg", ".html"):
-        raise RequestError(f"--output {output}: its name must end in .svg or .html")
 
 
 def _number(value: float) -> str:
