@@ -23,12 +23,13 @@ import torch
 
 import kvhma
 from kvhma.models import Model, model
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from kvhma.nixl import Agent, Peer
-from kvhma.torch import AllocatorOptions, Cache, allocate, model_specs
+from kvhma.torch import Cache, allocate
 
 MODELS = ("gemma-3-27b", "gpt-oss-120b", "Qwen3-Next-80B-A3B")
 BLOCK_SIZES = (16, 64)
-LAYOUTS = {"uniform": "BLHNC", "per layer": "LBHNC"}
+ORDERS = {"uniform": "BLHNC", "per layer": "LBHNC"}
 CACHE_BYTES = 460 << 20
 """Of one cache; there are four."""
 
@@ -52,11 +53,11 @@ class Shape:
 
 def shape_of(one: Model, block_size: int) -> Shape:
     """Use as many blocks as fit and as many tokens as fill them."""
-    probe = allocate(model_specs(one, AllocatorOptions(block_size=block_size)), 1, layout="BLHNC", device="meta")
-    num_blocks = CACHE_BYTES // sum(buffer.tensor.nbytes for buffer in probe.buffers)
-    logical = max(group.block_size for group in probe.geometry.groups if group.kind != "ssm")
+    probe = layout(one, LayoutOptions(num_blocks=1, order="BLHNC", block_size=block_size))
+    num_blocks = CACHE_BYTES // sum(region.bytes for region in probe.regions)
+    logical = max(group.block_size for group in probe.groups if group.kind != "ssm")
     blocks = 1
-    while sum(counts(probe.geometry, (blocks + 1) * logical)) <= FILLED * num_blocks:
+    while sum(counts(probe, (blocks + 1) * logical)) <= FILLED * num_blocks:
         blocks += 1
     return Shape(one, block_size, num_blocks, blocks * logical)
 
@@ -86,8 +87,8 @@ def spans(geometry: kvhma.Geometry, shape: Shape, style: str, rng: random.Random
 
 
 def caches(shape: Shape) -> dict[str, Cache]:
-    specs = model_specs(shape.model, AllocatorOptions(block_size=shape.block_size))
-    return {name: allocate(specs, shape.num_blocks, layout=layout) for name, layout in LAYOUTS.items()}
+    sizes = {"num_blocks": shape.num_blocks, "block_size": shape.block_size}
+    return {name: allocate(layout(shape.model, LayoutOptions(order=order, **sizes))) for name, order in ORDERS.items()}
 
 
 def pattern(address: int, nbytes: int) -> np.ndarray:
@@ -103,16 +104,16 @@ def bytes_at(cache: Cache) -> dict[int, np.ndarray]:
 def prefill(pipe: Connection, shape: Shape) -> None:
     """Hold both caches until the parent is done."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    by_layout = caches(shape)
-    for cache in by_layout.values():
+    by_order = caches(shape)
+    for cache in by_order.values():
         for address, memory in bytes_at(cache).items():
             memory[:] = pattern(address, memory.size)
     with Agent("P") as agent:
-        for cache in by_layout.values():
+        for cache in by_order.values():
             agent.register(cache.geometry)
         # The metadata describes everything registered; a payload carries one geometry, the others go through the pipe.
-        pipe.send(agent.handshake_payload(by_layout["uniform"].geometry))
-        pipe.send({name: cache.geometry.to_json() for name, cache in by_layout.items()})
+        pipe.send(agent.handshake_payload(by_order["uniform"].geometry))
+        pipe.send({name: cache.geometry.to_json() for name, cache in by_order.items()})
         pipe.recv()
 
 
@@ -153,17 +154,17 @@ def measure(shape: Shape) -> list[list[str]]:
     process = context.Process(target=prefill, args=(child, shape), daemon=True)
     process.start()
     child.close()
-    by_layout = caches(shape)
+    by_order = caches(shape)
     rows = []
     try:
         with Agent("D") as agent:
-            for cache in by_layout.values():
+            for cache in by_order.values():
                 agent.register(cache.geometry)
             peer = agent.connect(hear(parent))
             remotes = {name: kvhma.Geometry.from_json(text) for name, text in hear(parent).items()}
-            plans = {name: kvhma.plan(by_layout[name].geometry, remotes[name]) for name in LAYOUTS}
+            plans = {name: kvhma.plan(by_order[name].geometry, remotes[name]) for name in ORDERS}
             for style in ("scattered", "contiguous"):
-                rows.append(row(shape, style, agent, peer, by_layout, plans))
+                rows.append(row(shape, style, agent, peer, by_order, plans))
             parent.send(None)
     finally:
         process.join(20)
@@ -175,20 +176,20 @@ def measure(shape: Shape) -> list[list[str]]:
 
 
 def row(
-    shape: Shape, style: str, agent: Agent, peer: Peer, by_layout: dict[str, Cache], plans: dict[str, kvhma.Plan]
+    shape: Shape, style: str, agent: Agent, peer: Peer, by_order: dict[str, Cache], plans: dict[str, kvhma.Plan]
 ) -> list[str]:
     rng = random.Random(f"{shape.model.name} {shape.block_size} {style}")
-    geometry = by_layout["uniform"].geometry
+    geometry = by_order["uniform"].geometry
     local, remote = (spans(geometry, shape, style, rng) for _ in range(2))
     moved = {name: planned.transfer(shape.num_tokens, local, remote) for name, planned in plans.items()}
     if len({transfer.bytes for transfer in moved.values()}) != 1:
         raise AssertionError("the two caches do not move the same bytes")
     for name, transfer in moved.items():
         read(agent, peer, transfer)  # touches the pages
-        check(by_layout[name], transfer)
+        check(by_order[name], transfer)
     ratios = []
     for turn in range(TURNS):
-        names = list(LAYOUTS) if turn % 2 else list(reversed(LAYOUTS))
+        names = list(ORDERS) if turn % 2 else list(reversed(ORDERS))
         seconds = {name: read(agent, peer, moved[name]) for name in names}
         ratios.append(seconds["per layer"] / seconds["uniform"])
     ratios.sort()

@@ -60,12 +60,6 @@ WORDS = {
         "Place": "RankInfo",
         "Remote": "PrefillParams",
     },
-    "python/kvhma/torch": {
-        "Lot lot": "BufferPlan",
-        "Plot plot plots": "LayerPlacement",
-        "Pool": "BufferShape",
-        "Key": "PageClass",
-    },
     "rust/core/src": {
         "Lane": "PageBases",
         "LanePart Share": "PartSlice",

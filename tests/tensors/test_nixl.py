@@ -15,9 +15,10 @@ pytest.importorskip("nixl", reason="needs NIXL; make dev installs it")
 
 import kvhma
 from kvhma.models import Model, State, model
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from kvhma.nixl import Agent
 from kvhma.oracle import Request, check_memory, fill_source, fill_stale
-from kvhma.torch import AllocatorOptions, Cache, allocate, model_specs
+from kvhma.torch import Cache, allocate
 from support.tables import count_blocks, draw_tables
 from support.torch_labels import read, regions_of, tensors_of
 from support.waiting import HANG_SECONDS, until
@@ -35,18 +36,17 @@ HYBRID = Model(
 )
 
 
-def cache_of(one: Model, layout: str, num_blocks: int, **form: Any) -> Cache:
-    sizes = {name: form[name] for name in ("tp_rank", "tp_size") if name in form}
-    return allocate(model_specs(one, AllocatorOptions(**form)), num_blocks, layout=layout, **sizes)
+def cache_of(one: Model, order: str, num_blocks: int, **options: Any) -> Cache:
+    return allocate(layout(one, LayoutOptions(num_blocks=num_blocks, order=order, **options)))
 
 
 @pytest.mark.parametrize(
     ("one", "decode_form", "prefill_form", "tokens"),
     [
-        (model("gpt-oss-20b"), {"layout": "BLHNC"}, {"layout": "BLHNC"}, 64),
-        (SMALL, {"layout": "BHLNC"}, {"layout": "LBNHC"}, 200),
-        (SMALL, {"layout": "BHLNC", "tp_rank": 1, "tp_size": 2}, {"layout": "BHLNC"}, 200),
-        (HYBRID, {"layout": "LBHNC", "conv": "DS", "kernel_block": 16}, {"layout": "BHLNC", "conv": "SD"}, 101),
+        (model("gpt-oss-20b"), {"order": "BLHNC"}, {"order": "BLHNC"}, 64),
+        (SMALL, {"order": "BHLNC"}, {"order": "LBNHC"}, 200),
+        (SMALL, {"order": "BHLNC", "tp_rank": 1, "tp_size": 2}, {"order": "BHLNC"}, 200),
+        (HYBRID, {"order": "LBHNC", "conv": "DS", "kernel_block": 16}, {"order": "BLNHC", "conv": "SD"}, 101),
     ],
     ids=["uniform", "per layer to ordered", "half of the heads", "state, SD to DS"],
 )

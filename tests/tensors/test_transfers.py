@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+from collections import Counter
 from itertools import pairwise, product
 
 import numpy as np
@@ -15,8 +16,9 @@ import torch
 
 import kvhma
 from kvhma.models import Model, State, model
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from kvhma.oracle import Oracle, Request, check_memory, fill_source, fill_stale
-from kvhma.torch import AllocatorOptions, allocate, model_specs
+from kvhma.torch import Cache, allocate
 from support.tables import count_blocks, draw_tables
 from support.torch_labels import read, regions_of, tensors_of
 
@@ -29,15 +31,19 @@ HYBRID = Model(
     state=State("mamba2", 4 * 6 + 2 * 2 * 8, 4, 4, 6, 8, 2, "bfloat16", "float32"),
 )
 LATENT = Model("latent", ("mla",) * 3, 1, 9)
-CONTIGUOUS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC")
-ALL = (*CONTIGUOUS, "LHBNC")
+CONTIGUOUS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
+ALL = (*CONTIGUOUS, "BHLNC", "LHBNC")
 
 
-def cache_of(one, layout, num_blocks, tp_rank=0, tp_size=1, kv="packed", dim_order=None, **more):
-    sizes = {"tp_rank": tp_rank, "tp_size": tp_size}
-    options = AllocatorOptions(**{"block_size": 4, "align": 4 if one.state else None} | sizes | more)
-    specs = model_specs(one, options, kv=kv, dim_order=dim_order)
-    return allocate(specs, num_blocks, layout=layout, **sizes)
+def cache_of(one: Model, order: str, num_blocks: int, *, dims: str | None = None, device="cpu", **options) -> Cache:
+    sizes = {"block_size": 4, "align": 4 if one.state else None, "kernel_blocks_in_page": False}
+    geometry = layout(one, LayoutOptions(num_blocks=num_blocks, order=order, **{**sizes, **options}))
+    return allocate(geometry, device=device, dims=dims)
+
+
+def large(name: str, order: str, num_blocks: int, **options) -> Cache:
+    """A model of the table without memory."""
+    return cache_of(model(name), order, num_blocks, device="meta", **{"block_size": 16, "align": None, **options})
 
 
 def requests(geometry, tokens, seed):
@@ -60,9 +66,9 @@ def test_any_layout_to_any_other(one, pair):
     if one is not LATENT:
         forms = [form | {"kv": "split"} for form in forms]
     caches = []
-    for layout, form in zip(pair, forms, strict=True):
-        probe = cache_of(one, layout, 1, **form).geometry
-        caches.append(cache_of(one, layout, count_blocks(probe, tokens) + 4, **form))
+    for order, form in zip(pair, forms, strict=True):
+        probe = cache_of(one, order, 1, **form).geometry
+        caches.append(cache_of(one, order, count_blocks(probe, tokens) + 4, **form))
     prefill, decode = (cache.geometry for cache in caches)
     local, remote = requests(decode, tokens, 1), requests(prefill, tokens, 2)
     moved = kvhma.plan(decode, prefill).transfer(tokens, local, remote)
@@ -91,7 +97,7 @@ def test_views_show_the_same_values(pair):
     """D reads through its views what P wrote through its own, with any bytes between them."""
     tokens = 24
     orders = ["BHNC", "NBHC"]
-    source, target = (cache_of(ATTENTION, at, 24, dim_order=dims) for at, dims in zip(pair, orders, strict=True))
+    source, target = (cache_of(ATTENTION, at, 24, dims=dims) for at, dims in zip(pair, orders, strict=True))
     generator = torch.Generator().manual_seed(5)
     for view in source.views.values():
         view.view(torch.int16).random_(generator=generator)
@@ -108,15 +114,17 @@ def test_views_show_the_same_values(pair):
         assert np.array_equal(local_values, read(source.views[layer.name])[keep]), layer.name
 
 
-@pytest.mark.parametrize("layout", ["BHLNC", "BLHNC", "LHBNC", "LBNHC"])
+@pytest.mark.parametrize("order", ["BHLNC", "BLHNC", "LHBNC", "LBNHC"])
 @pytest.mark.parametrize(("p_size", "d_size"), [(1, 2), (2, 1), (2, 4), (4, 1)])
-def test_between_numbers_of_ranks(layout, p_size, d_size):
+def test_between_numbers_of_ranks(order, p_size, d_size):
     tokens, num_blocks = 21, 24
-    sources = [cache_of(ATTENTION, "BLNHC", num_blocks, rank, p_size, kv="split") for rank in range(p_size)]
+    ranks = [{"tp_rank": rank, "tp_size": p_size} for rank in range(p_size)]
+    sources = [cache_of(ATTENTION, "BLNHC", num_blocks, kv="split", **rank) for rank in ranks]
     geometries = [source.geometry for source in sources]
     remote = requests(geometries[0], tokens, 5)
     for rank in range(d_size):
-        decode = cache_of(ATTENTION, layout, num_blocks, rank, d_size, kv="split", kernel_block=2).geometry
+        sizes = {"tp_rank": rank, "tp_size": d_size}
+        decode = cache_of(ATTENTION, order, num_blocks, kv="split", kernel_block=2, **sizes).geometry
         local = requests(decode, tokens, 6)
         moved = kvhma.plan(decode, geometries).transfer(tokens, local, remote)
         Oracle(decode, geometries).check(tokens, local, remote, moved)
@@ -131,14 +139,13 @@ def runs_of(local, remote):
     return sum(b[0] - a[0] != 1 or b[1] - a[1] != 1 for a, b in pairwise(pairs)) + 1
 
 
-@pytest.mark.parametrize("layout", ["BLHNC", "BLNHC", "BHLNC"])
+@pytest.mark.parametrize("order", ["BLHNC", "BLNHC", "BHLNC"])
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "gpt-oss-120b", "gemma-3-12b", "Llama-4-Scout-17B-16E", "DeepSeek-V3"])
-def test_a_run_of_blocks_is_one_descriptor(name, layout):
+def test_a_run_of_blocks_is_one_descriptor(name, order):
     """For any number of layers."""
-    one, tokens = model(name), 16 * 300
-    probe = allocate(model_specs(one), 1, layout=layout, device="meta").geometry
-    specs = model_specs(one)
-    caches = [allocate(specs, count_blocks(probe, tokens) + extra, layout=layout, device="meta") for extra in (1, 9)]
+    tokens = 16 * 300
+    probe = large(name, order, 1).geometry
+    caches = [large(name, order, count_blocks(probe, tokens) + extra) for extra in (1, 9)]
     decode, prefill = (cache.geometry for cache in caches)
     for seed in range(3):
         local, remote = requests(decode, tokens, seed), requests(prefill, tokens, seed + 10)
@@ -149,37 +156,34 @@ def test_a_run_of_blocks_is_one_descriptor(name, layout):
         assert moved.descriptors <= blocks
 
 
-@pytest.mark.parametrize("layout", ["BLHNC", "BHLNC"])
-def test_a_group_with_fewer_layers_costs_one_descriptor_a_block(layout):
+@pytest.mark.parametrize("order", ["BLHNC", "BHLNC"])
+def test_a_group_with_fewer_layers_costs_one_descriptor_a_block(order):
     """gemma-3-27b: the last slots of the sliding groups' blocks are unused, so blocks do not touch."""
-    specs = model_specs(model("gemma-3-27b"))
-    assert {len(group) for group in specs} == {8, 9, 10}
-    decode = allocate(specs, 600, layout=layout, device="meta").geometry
+    decode = large("gemma-3-27b", order, 600).geometry
+    sizes = Counter(layer.group for layer in decode.layers)
+    assert set(sizes.values()) == {8, 9, 10}
     tokens = 16 * 64
     local, remote = requests(decode, tokens, 1), requests(decode, tokens, 1)
     moved = kvhma.plan(decode, decode).transfer(tokens, local, remote)
-    short = [len(span.ids) for span, group in zip(local, specs, strict=True) if len(group) < 10]
-    whole = [span for span, group in zip(local, specs, strict=True) if len(group) == 10]
+    short = [len(span.ids) for index, span in enumerate(local) if sizes[index] < 10]
+    whole = [span for index, span in enumerate(local) if sizes[index] == 10]
     assert sum(short) < moved.descriptors <= sum(short) + runs_of(whole, whole)
 
 
 def test_a_slice_of_heads_is_one_descriptor_a_block():
     """From one rank to two, with heads before layers: half of each block; and per layer without."""
-    one, tokens = model("gpt-oss-20b"), 16 * 8
-    counts = {}
-    for layout in ("BHLNC", "BLHNC"):
-        prefill = allocate(model_specs(one), 40, layout=layout, device="meta").geometry
-        specs = model_specs(one, AllocatorOptions(tp_rank=1, tp_size=2))
-        decode = allocate(specs, 40, layout=layout, device="meta", tp_rank=1, tp_size=2).geometry
+    tokens, counts = 16 * 8, {}
+    for order in ("BHLNC", "BLHNC"):
+        prefill = large("gpt-oss-20b", order, 40).geometry
+        decode = large("gpt-oss-20b", order, 40, tp_rank=1, tp_size=2).geometry
         local, remote = requests(decode, tokens, 1), requests(prefill, tokens, 2)
-        counts[layout] = kvhma.plan(decode, prefill).transfer(tokens, local, remote).descriptors
+        counts[order] = kvhma.plan(decode, prefill).transfer(tokens, local, remote).descriptors
         blocks = sum(len(span.ids) for span in local)
     assert counts == {"BHLNC": blocks, "BLHNC": 12 * blocks}
 
 
 def test_state_moves_without_its_padding():
-    specs = model_specs(model("Qwen3-Next-80B-A3B"))
-    decode = allocate(specs, 12, layout="BLHNC", device="meta").geometry
+    decode = large("Qwen3-Next-80B-A3B", "BLHNC", 12).geometry
     tokens = 544 * 2
     local, remote = requests(decode, tokens, 1), requests(decode, tokens, 2)
     moved = kvhma.plan(decode, decode).transfer(tokens, local, remote)
@@ -190,10 +194,10 @@ def test_state_moves_without_its_padding():
 
 def test_a_layer_does_not_see_what_is_written_in_another():
     """Blocks of one group: all its layers; the same with a state's tensors."""
-    for layout in CONTIGUOUS:
-        cache = cache_of(HYBRID, layout, 6)
-        for group in model_specs(HYBRID, AllocatorOptions(block_size=4, align=4)):
-            names = list(group)
+    for order in CONTIGUOUS:
+        cache = cache_of(HYBRID, order, 6)
+        for group in range(len(cache.geometry.groups)):
+            names = [layer.name for layer in cache.geometry.layers if layer.group == group]
             for name in names:
                 for buffer in cache.buffers:
                     buffer.tensor.zero_()

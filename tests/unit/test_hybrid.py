@@ -56,9 +56,7 @@ def variants() -> list[Any]:
         for order, kv, kernel in product(ORDERS, ("packed", "split", "apart"), (None, 4)):
             if one.state and (order not in PAGE_ORDERS or kv == "apart"):
                 continue
-            if kv != "packed" and (
-                order not in PAGE_ORDERS or {"mla", "indexer+mla"} & {*one.layers} or one.v_head_dim
-            ):
+            if kv != "packed" and ({"mla", "indexer+mla"} & {*one.layers} or one.v_head_dim):
                 continue
             if one.attention and order not in PAGE_ORDERS:
                 continue
@@ -66,11 +64,13 @@ def variants() -> list[Any]:
                 continue
             if one is PADDED and (kernel or kv == "apart"):
                 continue
-            if kv == "apart" and order[0] == "B":
+            if kv == "apart" and (order[0] == "B" or order not in PAGE_ORDERS):
                 continue
-            for conv in ("DS", "SD") if one.state else ("DS",):
-                options = {"order": order, "kv": kv, "kernel_block": kernel, "conv": conv}
-                found.append(pytest.param(one, options, id="-".join(map(str, [one.name, *options.values()]))))
+            for conv, in_page in product(("DS", "SD") if one.state else ("DS",), (True, False)):
+                if in_page or (kernel and order[0] == "B"):
+                    options = {"order": order, "kv": kv, "kernel_block": kernel, "conv": conv}
+                    options |= {"kernel_blocks_in_page": in_page}
+                    found.append(pytest.param(one, options, id="-".join(map(str, [one.name, *options.values()]))))
     return found
 
 
@@ -263,7 +263,7 @@ def test_kernel_blocks() -> None:
         (SLIDING, {"kv": "k"}, "kv 'k'"),
         (SLIDING, {"conv": "D"}, "conv 'D'"),
         (LATENT, {"kv": "split"}, "kv 'split'"),
-        (SLIDING, {"kv": "split", "order": "BHLNC"}, "kv 'split'"),
+        (SLIDING, {"kv": "apart", "order": "LHBNC"}, "kv 'apart'"),
         (SLIDING, {"kv": "apart", "order": "BLHNC"}, "kv 'apart'"),
         (STATES[1], {"kv": "apart"}, "kv 'apart'"),
         (SLIDING, {"tp_size": 3}, "tp_size 3: kv_heads 4"),

@@ -25,14 +25,15 @@ from kvhma.models.shards import check_positive, kv_heads
 from kvhma.models.stride_orders import PAGE_ORDERS, KVForm, Order, stride_axes
 from kvhma.models.table import LATENT_KINDS, Attention, Model, State
 
-__all__ = ["AllocatorOptions", "LayoutOptions", "layout", "stage_layers"]
+__all__ = ["LayoutOptions", "layout", "stage_layers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllocatorOptions:
-    """How an engine's allocator cuts a model.
+class LayoutOptions:
+    """How an engine's allocator cuts a model, and the memory.
 
     Attributes:
+        num_blocks: logical blocks of every tensor, the null block 0 included.
         tp_rank: index among the tensor-parallel ranks.
         tp_size: tensor-parallel ranks.
         pp_rank: index of the pipeline stage.
@@ -44,8 +45,20 @@ class AllocatorOptions:
         align: see :func:`kvhma.models.block_size.hybrid_block_size`.
         conv: order of channels and rows of the convolution state.
         speculative: extra state slots after the slot with the state.
+        order: stride order. Models with state need an order with contiguous pages; so do several groups whose layers
+            have different heads.
+        kv: where K and V are; MLA, and V of another length than K, allow only ``"packed"``.
+        kernel_blocks_in_page: whether the kernel blocks of a block follow each other in the page of their layer, in
+            orders with blocks outermost. False places them like blocks of their size, so that all kernel blocks of a
+            layer are evenly spaced, as a view of them needs.
+        one_storage: one region for all tensors instead of one each. Block-major orders always have one.
+        base: address of the first region.
+        region_align: bytes; every region starts at a multiple of it, at or after `base`.
+        memory: ``"DRAM"`` or ``"VRAM"``.
+        device: device id.
     """
 
+    num_blocks: int
     tp_rank: int = 0
     tp_size: int = 1
     pp_rank: int = 0
@@ -55,27 +68,9 @@ class AllocatorOptions:
     align: int | None = None
     conv: ConvOrder = "DS"
     speculative: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutOptions(AllocatorOptions):
-    """The same options, and the memory.
-
-    Attributes:
-        num_blocks: logical blocks of every tensor, the null block 0 included.
-        order: stride order. Models with state need an order with contiguous pages; so do several groups whose layers
-            have different heads.
-        kv: where K and V are; MLA, and V of another length than K, allow only ``"packed"``.
-        one_storage: one region for all tensors instead of one each. Block-major orders always have one.
-        base: address of the first region.
-        region_align: bytes; every region starts at a multiple of it, at or after `base`.
-        memory: ``"DRAM"`` or ``"VRAM"``.
-        device: device id.
-    """
-
-    num_blocks: int
     order: Order = "LBHNC"
     kv: KVForm = "packed"
+    kernel_blocks_in_page: bool = True
     one_storage: bool = False
     base: int = 1 << 20
     region_align: int = 4096
@@ -181,9 +176,7 @@ def _check_forms(model: Model, options: LayoutOptions) -> None:
             raise LayoutError(f"kv {kv!r}: an MLA latent has no K and V to separate")
         if isinstance(spec, Attention) and spec.v_head_dim is not None:
             raise LayoutError(f"kv {kv!r}: head_dim {spec.head_dim} and v_head_dim {spec.v_head_dim} of {name} differ")
-    if order not in PAGE_ORDERS:
-        raise LayoutError(f"kv {kv!r} with order {order!r}: K and V are separate only in contiguous pages")
-    if kv == "apart" and (order[0] != "L" or model.state is not None):
+    if kv == "apart" and (order not in ("LBHNC", "LBNHC") or model.state is not None):
         # K of block b would be in the bytes of another block's state.
         raise LayoutError(f"kv 'apart' with order {order!r} and state {model.state is not None}: pages must be whole")
 
@@ -237,6 +230,9 @@ def _place(index: int, group: Members, options: LayoutOptions, block_bytes: int)
             raise LayoutError(
                 f"kernel_block {kernel}: a page of {spec.page} bytes with {spec.content} used is not cut further"
             )
+        in_page = options.kernel_blocks_in_page or ratio == 1
+        if not in_page and options.is_block_major and block_bytes % ratio:
+            raise LayoutError(f"kernel_block {kernel}: {ratio} of them do not divide a block of {block_bytes} bytes")
         strides = _strides(spec, len(names), kernel, options, block_bytes)
         pages = {cache: _page(cache, kernel, strides, options) for cache in {spec.cache for spec in names.values()}}
         # Given only if it differs from the default of a geometry.
@@ -244,7 +240,7 @@ def _place(index: int, group: Members, options: LayoutOptions, block_bytes: int)
         for at, (name, spec) in enumerate(names.items()):
             offset, page = start + at * strides["L"], pages[spec.cache]
             placed.append(Layer(name, index, 0, offset, options.num_blocks, strides["B"], page, kernel_stride))
-        start += len(names) * (spec.page if options.is_block_major else strides["L"])
+        start += len(names) * (spec.page if options.is_block_major and in_page else strides["L"])
     return placed
 
 
@@ -270,7 +266,9 @@ def _strides(spec: LayerSpec, layers: int, kernel: int, options: LayoutOptions, 
         halves = 1 if options.kv == "packed" else 2
         heads = kv_heads(spec.cache, options.tp_rank, options.tp_size).held
         sizes |= {"H": heads, "C": spec.cache.token_bytes // halves}
-    axes, strides, step = stride_axes(options.order, options.kv, kernel_blocks_in_page=True), dict[str, int](), 1
+    in_page = options.kernel_blocks_in_page or sizes["K"] == 1
+    axes = stride_axes(options.order, options.kv, kernel_blocks_in_page=in_page)
+    strides, step = dict[str, int](), 1
     for axis in reversed(axes):
         strides[axis] = step
         step *= sizes[axis]
