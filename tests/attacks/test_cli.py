@@ -124,12 +124,10 @@ def test_constants(value: object, tmp_path: Path) -> None:
         (("bench", "link", "--block", "3"), "'3': must be 8 bytes to 64.0 MiB"),
         (("bench", "link", "--block", "1GiB"), "'1GiB': must be 8 bytes"),
         (("bench", "link", "--save", "x", "--no-save"), "exclude each other"),
-        (("bench", "maths", "nothing"), "MODEL 'nothing'"),
         (("nothing",), "No such command 'nothing'"),
         (("explain", NANO, "--rank", "1"), "--rank 1: the decode engine has 1 rank"),
         (("explain", NANO, "--rank", "3-1"), "'3-1': must be ranks of 0 to 255, as 2 or 0-3,7"),
         (("explain", NANO, "--rank", "0-99999999"), "must be ranks of 0 to 255"),
-        (("plan", NANO, "--format", "xml"), "'xml' is not one of"),
     ],
 )
 def test_other_commands(arguments: tuple[str, ...], text: str) -> None:

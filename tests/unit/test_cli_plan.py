@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +14,7 @@ import pytest
 import kvhma
 from kvhma.cli.block_tables import sequence_blocks
 from kvhma.models import hub_ids, model, models
+from kvhma.models.config import read_config
 from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.cli_configs import CONFIGS, NEMOTRON_3_NANO
 from support.cli_run import cli, refused
@@ -328,19 +327,6 @@ def test_data_parallel_engines_are_reported() -> None:
     assert one == some
 
 
-# --- other forms -----------------------------------------------------------------------------------------------------
-
-
-def test_csv() -> None:
-    done = cli("plan", NANO, *PAIR, "--format", "csv")
-    form = cli("plan", NANO, *PAIR, "--json").form
-    rows = list(csv.DictReader(io.StringIO(done.out)))
-    assert sum(int(row["bytes"]) for row in rows) == form["bytes"]
-    assert sum(int(row["descriptors"]) for row in rows) == sum(row["descriptors"] for row in form["groups"])
-    by_pair = {(row["decode_rank"], row["prefill_rank"]) for row in rows}
-    assert by_pair == {(str(row["decode_rank"]), str(row["prefill_rank"])) for row in form["pairs"]}
-
-
 # --- explain ---------------------------------------------------------------------------------------------------------
 
 
@@ -513,16 +499,19 @@ def test_vllm_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "install vLLM to use its own classes" in refused("plan", file)
 
 
-def test_exported_engines_are_planned_alike(tmp_path: Path) -> None:
+def test_geometries_of_a_model_are_planned_alike(tmp_path: Path) -> None:
     """A model's ranks as files: the same hand-off as of the model itself."""
     file = tmp_path / "config.json"
     file.write_text(json.dumps(NEMOTRON_3_NANO))
-    done = cli("export", "--model", file, "--as", "tp=2", "-o", tmp_path / "p.json", "--json").form
-    assert (done["layout"], len(done["files"])) == ("table", 2)
-    assert cli("export", "--model", file, "--as", "tp=4", "-o", tmp_path / "d.json", "-q").code == 0
+    one = read_config(file)
+    for name, ranks, base in (("p", 2, 1 << 40), ("d", 4, 2 << 40)):
+        for rank in range(ranks):
+            sizes = {"tp_size": ranks, "tp_rank": rank, "base": base + (rank << 36)}
+            made = layout(one, LayoutOptions(num_blocks=100, kernel_block="flashinfer", **sizes))
+            (tmp_path / f"{name}-{rank}.json").write_bytes(made.to_json())
     remotes = [word for rank in range(2) for word in ("--remote", tmp_path / f"p-{rank}.json")]
     read = cli("plan", "--local", tmp_path / "d-1.json", *remotes, "--tokens", 3000, "--json").form
     whole = cli("plan", file, "--prefill", "tp=2", "--decode", "tp=4", "--tokens", 3000, "--json").form
     assert read["layout"] is None
     assert read["bytes"] == sum(pair["bytes"] for pair in whole["pairs"] if pair["decode_rank"] == 1)
-    assert "give HOST:PORT, or --case, or --model" in cli("export", "--model", file, "10.0.0.1:5600").err
+    assert "give HOST:PORT, or --case" in cli("export", "--case", file, "10.0.0.1:5600").err

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvhma.cli import bench, doctor, engine_options
+from kvhma.cli import doctor
 from kvhma.cli.checks import Row
 from kvhma.cli.link import Point, blocks_of, fit
 from kvhma.cli.link_file import link_file, load_link, save_link
@@ -232,17 +232,6 @@ def test_blocks_of_a_read() -> None:
     assert blocks_of(64 << 20, 1024) == 1
 
 
-def test_maths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "_SECONDS", 0.02)
-    done = cli("bench", "maths", "granite-4.0-h-tiny", "--tokens", 500, "--tokens", 5000, "--json")
-    assert (done.code, done.err) == (0, "")
-    assert [row["tokens"] for row in done.form["rows"]] == [500, 5000]
-    for row in done.form["rows"]:
-        assert min(row["plan"], row["transfer"], row["ids"]) > 0
-    table = cli("bench", "maths", "granite-4.0-h-tiny", "--tokens", 500, "--prefill", "tp=2")
-    assert "granite-4.0-h-tiny: best of 0.02 s" in table.out
-
-
 # --- check, completion, pipes ----------------------------------------------------------------------------------------
 
 
@@ -291,18 +280,9 @@ def complete(program: Path, *words: str) -> list[str]:
 def test_completion(program: Path) -> None:
     assert complete(program, "plan", "gpt")[:3] == ["gpt-oss-20b", "gpt-oss-120b"]
     assert "google/gemma-3-27b-it" in complete(program, "plan", "Google/")
-    assert set(complete(program, "bench", "")) == {"link", "maths"}
+    assert complete(program, "bench", "") == ["link"]
     assert "--prefill" in complete(program, "plan", "--pre")
     assert complete(program, "plan", "M", "--kv-dtype", "fp8") == ["fp8", "fp8_e4m3"]
-
-
-@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
-def test_completion_inside_of_an_engine(program: Path) -> None:
-    assert complete(program, "plan", "M", "--prefill", "") == [f"{key}=" for key in engine_options.KEYS]
-    assert complete(program, "plan", "M", "--prefill", "tp", "=", "2,lay") == ["2,layout="]
-    assert complete(program, "plan", "M", "--prefill", "tp", "=", "2,layout", "=", "n") == ["NHD"]
-    assert complete(program, "explain", "M", "--decode", "kv", "=", "") == list(engine_options.DTYPES)
-    assert "tp=" not in complete(program, "cost", "M", "--decode", "tp", "=", "2,")
 
 
 def test_a_reader_that_stops() -> None:
@@ -319,7 +299,6 @@ DOCUMENTS: dict[str, tuple[object, ...]] = {
     "kvhma_explain": ("explain", "gemma-3-4b"),
     "kvhma_cost": ("cost", "gemma-3-4b"),
     "kvhma_models": ("models",),
-    "kvhma_bench_maths": ("bench", "maths", "gemma-3-4b", "--tokens", 100),
     "kvhma_check": ("check", "none.json"),
 }
 
@@ -328,7 +307,6 @@ DOCUMENTS: dict[str, tuple[object, ...]] = {
 def test_every_document_names_its_kind(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first field names its kind and version; docs/cli.md has a row for it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench, "_SECONDS", 0.01)
     (tmp_path / "none.json").write_text("{}")
     form = cli(*DOCUMENTS[kind], "--json").form
     assert next(iter(form.items())) == (kind, 1)

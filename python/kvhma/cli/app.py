@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from typing import NoReturn
 
@@ -14,7 +13,6 @@ from kvhma._kvhma import __version__
 from kvhma.cli.audit import audit
 from kvhma.cli.bench import bench
 from kvhma.cli.check import check
-from kvhma.cli.completion import install
 from kvhma.cli.cost import cost_
 from kvhma.cli.demo import demo
 from kvhma.cli.doctor import doctor
@@ -47,7 +45,7 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line. An error in the input becomes one line, or JSON with ``--json``, and exit code 2."""
     given = sys.argv[1:] if arguments is None else arguments
     words = given[: given.index("--")] if "--" in given else given  # serve-pair: engines get what follows
-    as_json = "--json" in words or "json" in re.findall(r"--format[= ](\w+)", " ".join(words))
+    as_json = "--json" in words
     try:
         # Shell completion looks for this name, however the command was started.
         code = app.main(arguments, prog_name="kvhma", standalone_mode=False)
@@ -78,4 +76,3 @@ def _refuse(code: str, text: str, as_json: bool) -> NoReturn:
 
 for command in (plan, explain, cost_, models_, check, audit, export, bench, doctor, demo, serve_pair):
     app.add_command(command)
-install()

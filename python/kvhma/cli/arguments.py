@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args
 import click
 
 from kvhma.cli.asked_layout import Layout, ask_layout
-from kvhma.cli.engine_options import EngineOptions, complete_engine, parse_engine
+from kvhma.cli.engine_options import EngineOptions, parse_engine
 from kvhma.cli.hand_off import HandOff, PlanOptions, RequestOptions, of_geometries, of_model
 from kvhma.cli.model_names import complete_model, geometry
 from kvhma.cli.values import Dtype, Tokens
@@ -33,29 +33,7 @@ ENGINE_HELP = (
 
 def engine_option(name: str, text: str) -> Callable[[F], F]:
     """Return an option that describes an engine."""
-    metavar = "KEY=VALUE,…"
-    return click.option(
-        name, metavar=metavar, default="tp=1", callback=parse_engine, shell_complete=complete_engine, help=text
-    )
-
-
-def dtype_options() -> tuple[Callable[[F], F], ...]:
-    """Return the options for dtypes of both engines, under their short names and under vLLM's names."""
-    kv, ssm = (
-        "KV cache of both engines: auto, bf16, fp16, fp32, fp8_e4m3.",
-        "Recurrent state of both engines: the same.",
-    )
-    return (
-        click.option("--kv-dtype", "--kv-cache-dtype", "kv_dtype", type=Dtype(), help=kv),
-        click.option("--ssm-dtype", "--mamba-ssm-cache-dtype", "ssm_dtype", type=Dtype(), help=ssm),
-    )
-
-
-def layout_option(command: F) -> F:
-    """Add the option that chooses who decides what a model caches."""
-    choice = click.Choice(get_args(Layout))
-    text = "Who says what a config.json caches: kvhma's table, vLLM's own classes, or vLLM where the table refuses."
-    return click.option("--layout", type=choice, default="auto", show_default=True, help=text)(command)
+    return click.option(name, metavar="KEY=VALUE,…", default="tp=1", callback=parse_engine, help=text)
 
 
 def hand_off_options(command: F) -> F:
@@ -67,8 +45,27 @@ def hand_off_options(command: F) -> F:
             "--tokens", type=Tokens(), default=8192, show_default=True, help="Tokens of the prompt: 8192, 8k, 8K."
         ),
         click.option("--cached", type=Tokens(0), default=0, show_default=True, help="Leading tokens that D has."),
-        *dtype_options(),
-        layout_option,
+        click.option(
+            "--kv-dtype",
+            "--kv-cache-dtype",
+            "kv_dtype",
+            type=Dtype(),
+            help="KV cache of both engines: auto, bf16, fp16, fp32, fp8_e4m3.",
+        ),
+        click.option(
+            "--ssm-dtype",
+            "--mamba-ssm-cache-dtype",
+            "ssm_dtype",
+            type=Dtype(),
+            help="Recurrent state of both engines: the same.",
+        ),
+        click.option(
+            "--layout",
+            type=click.Choice(get_args(Layout)),
+            default="auto",
+            show_default=True,
+            help="Who says what a config.json caches: kvhma's table, vLLM's classes, or vLLM where the table refuses.",
+        ),
         click.option(
             "--pool",
             type=click.Choice(["fresh", "used"]),

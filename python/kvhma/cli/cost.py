@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from kvhma.cli.arguments import FILE, Arguments, hand_off_options
-from kvhma.cli.format import Sheet, duration, print_result, size, table_options
+from kvhma.cli.format import Sheet, duration, output_options, print_json, print_sheets, size
 from kvhma.cli.hand_off import HandOff, of_model
 from kvhma.cli.link_file import load_link
 from kvhma.cli.values import GroupTokens, Tokens
@@ -31,7 +31,7 @@ _SPEED = click.FloatRange(0, min_open=True)
 )
 @click.option("--fixed-ms", type=click.FloatRange(0), default=0.0, help="Time of a hand-off besides its reads.")
 @click.option("--max-tokens", type=Tokens(), default=1 << 20, show_default=True, help="Longest prompt to break even.")
-@table_options
+@output_options
 def cost_(
     cached_by_group: tuple[int, ...] | None,
     prefill_cached: int,
@@ -39,7 +39,7 @@ def cost_(
     speed: float | None,
     fixed_ms: float,
     max_tokens: int,
-    style: str,
+    as_json: bool,
     quiet: bool,
     **given: Any,
 ) -> None:
@@ -67,6 +67,9 @@ def cost_(
     held = asked.cached if cached_by_group is None else cached_by_group
     found = costs.of(asked.tokens, held, prefill_cached)
     even = costs.break_even(max_tokens=max_tokens) if speed else None
+    if not as_json:
+        print_sheets([_sheet(f"{hand_off.name}: {asked.tokens:,} tokens", found, constants, even, max_tokens)])
+        return
     form = {
         "kvhma_cost": 1,
         "model": hand_off.name,
@@ -78,9 +81,7 @@ def cost_(
         "break_even_tokens": even,
         "link": asdict(constants),
     }
-    row = {name: value for name, value in form.items() if name not in ("kvhma_cost", "link", "cached")}
-    sheet = _sheet(f"{hand_off.name}: {asked.tokens:,} tokens", found, constants, even, max_tokens)
-    print_result(style, form=form, rows=[row], sheets=[sheet])
+    print_json(form)
 
 
 def _roomy(hand_off: HandOff) -> HandOff:

@@ -12,7 +12,7 @@ import click
 from rich.progress import Progress
 
 from kvhma.cli.columns import WHOLE_BLOCKS, WHOLE_PROMPT, whole_blocks, whole_prompt
-from kvhma.cli.format import Sheet, plural, print_result, progress, table_options
+from kvhma.cli.format import Sheet, output_options, plural, print_json, print_sheets, progress
 from kvhma.cli.hand_off import HandOff
 from kvhma.cli.model_names import complete_model, find_model
 from kvhma.cli.scenario import Scenario, scenario
@@ -37,9 +37,9 @@ _DEFAULT_MODELS = ("gemma-3-4b", "NVIDIA-Nemotron-3-Nano-30B-A3B")
 @click.option("--tokens", type=Tokens(1, 10_000_000), help="Tokens of the longest prompt: 2000, 2k, 2K.")
 @click.option("--requests", "count", type=click.IntRange(1, 64), default=4, show_default=True, help="Requests to move.")
 @click.option("--seed", type=click.IntRange(0, 2**31), default=0, show_default=True, help="Other blocks, other bytes.")
-@table_options
+@output_options
 @click.option("--corrupt", is_flag=True, hidden=True, help="Spoil one byte at D before the check.")
-def demo(names: tuple[str, ...], style: str, quiet: bool, corrupt: bool, **given: Any) -> None:
+def demo(names: tuple[str, ...], as_json: bool, quiet: bool, corrupt: bool, **given: Any) -> None:
     """Move caches between two processes, and check them.
 
     Hybrid KV caches go from a prefill to a decode process over NIXL. Both processes use the layout of vLLM's hybrid KV
@@ -54,12 +54,10 @@ def demo(names: tuple[str, ...], style: str, quiet: bool, corrupt: bool, **given
         for plan in plans:
             name = plan.model.name
             results[name] = [_row(request, outcome) for request, outcome in _run(plan, corrupt, bar)]
-    print_result(
-        style,
-        form={"kvhma_demo": 1, "models": results},
-        rows=[_flat(name, row) for name, rows in results.items() for row in rows],
-        sheets=[_sheet(name, rows) for name, rows in results.items()],
-    )
+    if as_json:
+        print_json({"kvhma_demo": 1, "models": results})
+    else:
+        print_sheets([_sheet(name, rows) for name, rows in results.items()])
     wrong = [f"{name}: {row['name']}: {row['wrong']}" for name, rows in results.items() for row in rows if row["wrong"]]
     for line in wrong:
         click.echo(f"wrong byte: {line}", err=True)
@@ -90,11 +88,6 @@ def _row(request: HandOff, outcome: Outcome) -> dict[str, Any]:
         "whole_blocks": asdict(whole_blocks(geometry, request.held, request.spans(geometry)[0])),
         "whole_prompt": asdict(whole_prompt(geometry, request.held, request.tokens)),
     }
-
-
-def _flat(name: str, row: dict[str, Any]) -> dict[str, Any]:
-    figures = {f"{name}_{field}": row[name][field] for name in ("whole_blocks", "whole_prompt") for field in row[name]}
-    return {"model": name, **{field: value for field, value in row.items() if not isinstance(value, dict)}, **figures}
 
 
 def _sheet(name: str, rows: list[dict[str, Any]]) -> Sheet:

@@ -9,7 +9,6 @@ from difflib import get_close_matches
 from typing import Any, get_args
 
 import click
-from click.shell_completion import CompletionItem
 
 from kvhma.geometry import Geometry
 from kvhma.models import Model
@@ -143,19 +142,6 @@ def _value(ctx: click.Context, param: click.Parameter, key: str, text: str) -> A
         raise click.BadParameter(f"{key}={text}: {error}", ctx, param) from error
 
 
-def complete_engine(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete the key or the value at the end of the text, without the keys that it already has."""
-    before, comma, item = incomplete.rpartition(",")
-    key, equals, value = item.partition("=")
-    if equals:
-        known = _VALUES.get(_LONG_KEYS.get(key.lower(), key.lower()), ())
-        words = [f"{key}={word}" for word in known if word.lower().startswith(value.lower())]
-    else:
-        given = {item.partition("=")[0].strip().lower() for item in before.split(",")}
-        words = [f"{name}=" for name in KEYS if name.startswith(key.lower()) and name not in given]
-    return [CompletionItem(f"{before}{comma}{word}") for word in words]
-
-
 def within(low: int, high: int) -> Callable[[str], int]:
     """Return a parser of integers in a range."""
 
@@ -239,15 +225,3 @@ _LONG_KEYS = {
     "num_speculative_tokens": "spec",
 }
 """The names of the same keys as options of vLLM."""
-
-_VALUES: dict[str, tuple[str, ...]] = {
-    "tp": ("1", "2", "4", "8"),
-    "pp": ("1", "2", "4"),
-    "block": ("16", "32", "64", "128"),
-    "kernel": ("flashinfer", "logical", "16", "32", "64"),
-    "kv": tuple(DTYPES),
-    "ssm": tuple(DTYPES),
-    "layout": tuple(_ORDERS),
-    "conv": get_args(ConvOrder),
-}
-"""Values that completion offers."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``kvhma export``: writes the geometries of live engines, of a case or of a model, as files for other commands."""
+"""``kvhma export``: writes the geometries of live engines or of a case, as files for other commands."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import Any
 
 import click
 
-from kvhma.cli.arguments import FILE, engine_option, layout_option
-from kvhma.cli.asked_layout import Layout, ask_layout
-from kvhma.cli.engine_options import EngineOptions
+from kvhma.cli.arguments import FILE
 from kvhma.cli.format import output_options, print_json, printable
 from kvhma.cli.live_engine import (
     Access,
@@ -25,9 +23,8 @@ from kvhma.cli.live_engine import (
     look_up,
     read_access,
 )
-from kvhma.cli.model_names import complete_model
 from kvhma.errors import RequestError
-from kvhma.geometry import Geometry, Span
+from kvhma.geometry import Span
 from kvhma.oracle.cases import Case, load
 from kvhma.oracle.forms import span_forms
 
@@ -58,24 +55,17 @@ class _File:
     show_default=True,
     help="File to write; several files have a suffix after this name.",
 )
-@click.option("--model", shell_complete=complete_model, help="In place of HOST:PORT: MODEL as `kvhma plan` takes it.")
-@engine_option("--as", "With --model: the engine, with the keys of `kvhma plan --prefill`.")
-@click.option("--blocks", type=click.IntRange(2, 1 << 24), default=1024, show_default=True, help="With --model.")
-@layout_option
 @access_options
 @output_options
 def export(
     engine: tuple[str, int] | None,
     case: Path | None,
-    model: str | None,
-    blocks: int,
-    layout: Layout,
     output: Path,
     as_json: bool,
     quiet: bool,
     **given: Any,
 ) -> None:
-    """Write what really ran, or what a model would have, for plan and explain.
+    """Write what really ran, for plan and explain.
 
     HOST:PORT is the side channel of a live engine. The command asks its workers for the geometry of their caches and
     writes a file for each:
@@ -90,20 +80,11 @@ def export(
     \b
     kvhma export --case CASE.json -o failed.json
     kvhma plan --local failed-local.json --remote failed-remote-0.json --request failed-request.json
-
-    With --model, a file is written for each rank of an engine that serves it.
-
-    \b
-    kvhma export --model DIR --as tp=2,block=64 -o d.json
     """  # noqa: D301 - click's mark for lines to be left as they are
-    if [engine, case, model].count(None) != 2:
-        raise click.UsageError("give HOST:PORT, or --case, or --model")
-    described: EngineOptions = given.pop("as")
-    form: dict[str, Any] = {"kvhma_export": 1}
+    if (engine is None) == (case is None):
+        raise click.UsageError("give HOST:PORT, or --case")
     if case is not None:
         name, files = click.format_filename(case), list(_of_case(case))
-    elif model is not None:
-        name, form["layout"], files = _of_model(model, described, blocks, layout)
     else:
         name, files = _of_engine(engine or ("", 0), read_access(**given))
     written = []
@@ -115,7 +96,7 @@ def export(
             raise RequestError(f"{path}: {error.strerror or error}") from error
         written.append({"file": str(path), "what": file.what, "bytes": len(file.data)})
     if as_json:
-        print_json({**form, "name": name, "files": written})
+        print_json({"kvhma_export": 1, "name": name, "files": written})
         return
     for row in written:
         click.echo(printable(f"{row['file']}" if quiet else f"{row['file']}: {row['what']}"))
@@ -134,27 +115,6 @@ def _of_engine(address: tuple[str, int], access: Access) -> tuple[str, list[_Fil
         for rank, worker in enumerate(workers)
     ]
     return info.engine_id, files
-
-
-def _of_model(text: str, engine: EngineOptions, blocks: int, layout: Layout) -> tuple[str, str, list[_File]]:
-    """Return the model's name, the source of its cache layout, and a geometry file for each rank."""
-    asked = ask_layout(text, layout, engine.kv_dtype, engine.ssm_dtype, [engine.tp_size])
-    if isinstance(asked, Geometry):
-        raise RequestError(f"--model {text!a}: is a geometry already")
-    asked.check(engine)
-    sketches = [engine.rank(asked.model, stage * engine.tp_size, 2, 1 << 20) for stage in range(engine.pp_size)]
-    block = max(sum(region.bytes + 4096 for region in sketch.regions) for sketch in sketches) // 2
-    step = 1 << (blocks * block + (1 << 20)).bit_length()
-    ranks = engine.ranks(asked.model, blocks, step, step)
-    files = [
-        _File(
-            "" if len(ranks) == 1 else f"-{rank}",
-            f"rank {rank} of {asked.model.name} (layout: {asked.layout})",
-            made.to_json(),
-        )
-        for rank, made in enumerate(ranks)
-    ]
-    return asked.model.name, asked.layout, files
 
 
 def _of_case(path: Path) -> Iterator[_File]:

@@ -8,15 +8,15 @@ from typing import Any
 
 import click
 
-from kvhma.cli.format import Sheet, print_result, size, table_options
+from kvhma.cli.format import Sheet, output_options, print_json, print_sheets, size
 from kvhma.models import Attention, Model, State, hub_ids
 from kvhma.models import models as table
 from kvhma.models.pages import state_bytes
 
 
 @click.command("models")
-@table_options
-def models_(style: str, quiet: bool) -> None:
+@output_options
+def models_(as_json: bool, quiet: bool) -> None:
     """List the built-in models.
 
     MODEL is such a name or the Hugging Face id of one of the checkpoints, in upper or lower case and with or without
@@ -29,11 +29,12 @@ def models_(style: str, quiet: bool) -> None:
     With -q only names are printed.
     """  # noqa: D301 - click's mark for lines that it must not wrap
     rows = [_row(model) for model in table().values()]
-    if quiet and style == "table":
+    if as_json:
+        print_json({"kvhma_models": 1, "models": rows})
+    elif quiet:
         click.echo("\n".join(row["name"] for row in rows))
-        return
-    flat = [{**row, "hub_ids": " ".join(row["hub_ids"]), "layers": _layers(row["layers"])} for row in rows]
-    print_result(style, form={"kvhma_models": 1, "models": rows}, rows=flat, sheets=[_sheet(rows)])
+    else:
+        print_sheets([_sheet(rows)])
 
 
 def _row(model: Model) -> dict[str, Any]:
@@ -67,4 +68,4 @@ def _sheet(rows: list[dict[str, Any]]) -> Sheet:
     text = (
         "Other checkpoints of the same models, as -Base and -Thinking, have the same caches; --json lists those known."
     )
-    return Sheet("", "nlrr", columns, cells, text)
+    return Sheet("", "llrr", columns, cells, text)

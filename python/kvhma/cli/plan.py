@@ -16,14 +16,13 @@ from kvhma.cli.columns import WHOLE_BLOCKS, WHOLE_PROMPT, Count, total
 from kvhma.cli.format import (
     Sheet,
     duration,
+    output_options,
     plural,
-    print_csv,
     print_json,
     print_sheets,
     printable,
     ranges,
     size,
-    table_options,
 )
 from kvhma.cli.hand_off import Counted, HandOff, count, own_seconds, slowest
 from kvhma.cli.link_file import load_link
@@ -37,8 +36,8 @@ _MAX_PAIRS = 16
 @hand_off_options
 @click.option("--request", type=FILE, help="With --local and --remote: block ids of both sides; prints every run.")
 @click.option("--link", type=FILE, help="Constants of the predicted time, as `kvhma bench link --save` writes them.")
-@table_options
-def plan(request: Path | None, link: Path | None, style: str, quiet: bool, **given: Any) -> None:
+@output_options
+def plan(request: Path | None, link: Path | None, as_json: bool, quiet: bool, **given: Any) -> None:
     """Print what a request moves between two engines.
 
     No engine, GPU or network is needed.
@@ -59,27 +58,20 @@ def plan(request: Path | None, link: Path | None, style: str, quiet: bool, **giv
     """  # noqa: D301 - click's mark for lines that it must not wrap
     asked = Arguments(**given)
     if request is not None:
-        exact.run(asked, request, style, quiet)
+        exact.run(asked, request, as_json, quiet)
         return
     hand_off = asked.hand_off()
     constants = load_link(link)
-    counted = count(hand_off, asked.plan_options, quiet or style != "table")
-    if style == "json":
+    counted = count(hand_off, asked.plan_options, quiet or as_json)
+    if as_json:
         print_json(form(hand_off, counted, constants))
-    elif style == "csv":
-        print_csv(flat(hand_off, counted))
     else:
         sheets = [_totals(counted, hand_off, constants)]
         if not quiet:
             sheets = [_engines(hand_off), _groups(hand_off, counted), _pairs(hand_off, counted, constants), *sheets]
-        print_sheets(sheets, style)
-        if not quiet:
-            _print_notes([f"note: {note}" for note in notes(hand_off, counted)], style)
-
-
-def _print_notes(lines: list[str], style: str) -> None:
-    for line in lines:
-        click.echo(f"\n{printable(line)}" if style == "markdown" else printable(line))
+        print_sheets(sheets)
+        for note in [] if quiet else notes(hand_off, counted):
+            click.echo(printable(f"note: {note}"))
 
 
 def form(hand_off: HandOff, counted: Counted, link: Link) -> dict[str, Any]:
@@ -112,23 +104,6 @@ def form(hand_off: HandOff, counted: Counted, link: Link) -> dict[str, Any]:
         "link": asdict(link),
         "notes": notes(hand_off, counted),
     }
-
-
-def flat(hand_off: HandOff, counted: Counted) -> list[dict[str, Any]]:
-    """Return a row for each pair of ranks and each group that moves bytes between them."""
-    kinds = [group.kind for group in hand_off.decode[0].groups]
-    return [
-        {
-            "decode_rank": hand_off.decode_ranks[read.decode_index],
-            "prefill_rank": hand_off.prefill_ranks[read.prefill_index],
-            "group": index,
-            "kind": kinds[index],
-            **asdict(group),
-        }
-        for read in counted.reads
-        for index, group in enumerate(read.groups)
-        if group.bytes
-    ]
 
 
 def column_form(counts: Sequence[Count], hand_off: HandOff, counted: Counted, link: Link) -> dict[str, Any]:
@@ -228,4 +203,4 @@ def _totals(counted: Counted, hand_off: HandOff, link: Link) -> Sheet:
         cells = size(sizes["bytes"]), f"{sizes['descriptors']:,}", duration(sizes["seconds"]), ratios(sizes)
         rows.append((name, *cells))
     columns = ("", "bytes", "descriptors", "predicted", "")
-    return Sheet("all ranks", "lrrrl", columns, rows, f"predicted with {link.source}")
+    return Sheet("all ranks", "lrrrr", columns, rows, f"predicted with {link.source}")

@@ -10,7 +10,7 @@ import click
 
 from kvhma._kvhma import Transfer
 from kvhma.cli.arguments import Arguments
-from kvhma.cli.format import Sheet, print_csv, print_json, print_sheets, printable
+from kvhma.cli.format import Sheet, print_json, print_sheets, printable
 from kvhma.cli.model_names import geometry
 from kvhma.errors import RequestError
 from kvhma.geometry import Span
@@ -20,7 +20,7 @@ from kvhma.planning import plan
 _MAX_ROWS = 40
 
 
-def run(asked: Arguments, request: Path, style: str, quiet: bool) -> None:
+def run(asked: Arguments, request: Path, as_json: bool, quiet: bool) -> None:
     """Print what one request with given blocks moves and zeroes.
 
     A request is {"num_tokens": N, "local": [{"first": 0, "ids": [..]}, ..], "remote": [..]} with a span for each group.
@@ -37,19 +37,10 @@ def run(asked: Arguments, request: Path, style: str, quiet: bool) -> None:
     transfer = planned.transfer(num_tokens, local_spans, remote_spans)
     warnings = [{"source": source, "text": finding.text} for source, finding in planned.findings]
     form = {**_form(transfer), "findings": warnings}
-    if style == "json":
+    if as_json:
         print_json(form)
-    elif style == "csv":
-        names = ("local_address", "remote_address", "bytes")
-        print_csv(
-            [
-                {"source": read["source"], **dict(zip(names, run, strict=True))}
-                for read in form["reads"]
-                for run in read["runs"]
-            ]
-        )
     else:
-        _print(form, style, quiet)
+        _print(form, quiet)
 
 
 def _read_request(path: Path) -> tuple[Any, list[Span], list[Span]]:
@@ -85,7 +76,7 @@ def _form(transfer: Transfer) -> dict[str, Any]:
     }
 
 
-def _print(form: dict[str, Any], style: str, quiet: bool) -> None:
+def _print(form: dict[str, Any], quiet: bool) -> None:
     for finding in [] if quiet else form["findings"]:
         click.echo(f"source {finding['source']}: {printable(finding['text'])}")
     columns = ("local address", "remote address", "bytes")
@@ -94,7 +85,7 @@ def _print(form: dict[str, Any], style: str, quiet: bool) -> None:
         rows = [(hex(to), hex(start), f"{length:,}") for to, start, length in read["runs"][:_MAX_ROWS]]
         more = len(read["runs"]) - _MAX_ROWS
         caption = f"and {more} more; --json prints all" if more > 0 else ""
-        print_sheets([Sheet(title, "rrr", columns, rows, caption)], style)
+        print_sheets([Sheet(title, "rrr", columns, rows, caption)])
         click.echo()
     zeroed = sum(length for _, length in form["zero"])
     click.echo(
