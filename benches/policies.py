@@ -221,7 +221,7 @@ def main() -> None:
         one = model(name)
         prefill, decode = EngineOptions(tp_size=2), EngineOptions(tp_size=4)
         engines = of_model(one, prefill, decode, RequestOptions(1 << 17))
-        token_bytes = sum(spec.kv_heads * spec.token_bytes for _, spec in one.specs() if isinstance(spec, Attention))
+        token_bytes = sum(spec.kv_heads * spec.token_bytes for _, spec in one.specs if isinstance(spec, Attention))
         for link in LINKS:
             costs = kvhma.cost(
                 engines.decode,

@@ -56,10 +56,10 @@ def settings(order: str, blocks: int = BLOCKS) -> Any:
 def specs_of(one: Model, tp: int, block: int) -> dict[str, Any]:
     """The specs that vLLM's layers of such a model have on one rank."""
     logical = hybrid_block_size(one, tp_size=tp, block_size=block)
-    own = [spec for _, spec in one.specs() if isinstance(spec, Attention)]
+    own = [spec for _, spec in one.specs if isinstance(spec, Attention)]
     page = logical * own_bytes(one, tp) if own else None
     specs = {}
-    for name, spec in one.specs():
+    for name, spec in one.specs:
         if isinstance(spec, State):
             held = state_bytes(spec, tp_size=tp)
             specs[name] = MambaSpec(block_size=logical, shapes=((held,),), dtypes=(torch.uint8,), page_size_padded=page)
@@ -226,7 +226,7 @@ def compare(one: Model, tp: int, block: int, order: str) -> bool:
     except (ValueError, NotImplementedError, AssertionError, StopIteration):
         places = {}
     # If windows of one length have pages of several sizes, vLLM 0.32 loses layers.
-    if len(places) == len(one.specs()):
+    if len(places) == len(one.specs):
         same(one, tp, block, order)
         return True
     with pytest.raises(LayoutError):

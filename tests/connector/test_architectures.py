@@ -39,7 +39,7 @@ SAMPLE |= {"granite-4.0-micro", "Nemotron-3-Puzzle", "Step-3.5-Flash"}
 
 
 def caches(model: Model) -> list[Attention | State]:
-    return [cache for _, cache in model.specs()]
+    return [cache for _, cache in model.specs]
 
 
 def sampled(name: str) -> Any:

@@ -54,12 +54,11 @@ def save(folder: Path, form: dict[str, Any]) -> Path:
 
 def test_vllm_is_asked_where_the_table_refuses(tmp_path: Path) -> None:
     folder = save(tmp_path, MINICPM3)
-    form = cli("sweep", folder, "--prefill", "tp=2", "--decode", "tp=3/4", "--tokens", 160, "--json").form
+    form = cli("plan", folder, "--prefill", "tp=2", "--decode", "tp=4", "--tokens", 160, "--json").form
     assert form["layout"] == f"vLLM {vllm.__version__}"
-    refused_row, row = form["rows"]
-    assert refused_row["refused"].startswith("tp_size 3: vLLM does not create it")
+    assert "tp_size 3: vLLM does not create it" in refused("plan", folder, "--prefill", "tp=2", "--decode", "tp=3")
     # 40 heads in 4 layers, each with a K and a V of the length of a query's head.
-    assert row["bytes"] == 4 * 160 * 40 * 2 * 96 * 2
+    assert form["bytes"] == 4 * 160 * 40 * 2 * 96 * 2
 
 
 def test_the_table_alone(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def geometry_for(name: str, num_tokens: int) -> Geometry:
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_and_caches(name: str) -> None:
     one = models()[name]
-    assert (len(one.layers), len(one.specs())) == LAYERS[name]
+    assert (len(one.layers), len(one.specs)) == LAYERS[name]
 
 
 @pytest.mark.parametrize("name", ALLOCATIONS)
@@ -322,7 +322,7 @@ def test_logical_blocks_of_other_runs(
 def test_state_of_a_request(name: str, mib: float) -> None:
     one = model(name)
     assert one.state is not None
-    layers = sum(cache.kind == one.state.kind for _, cache in one.specs())
+    layers = sum(cache.kind == one.state.kind for _, cache in one.specs)
     assert layers * state_bytes(one.state) / MIB == pytest.approx(mib, abs=0.05)
 
 

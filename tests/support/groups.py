@@ -42,5 +42,5 @@ def cache_groups(
 
 def kv_bytes(model: Model, *, tp_size: int = 1) -> int:
     """Bytes of one token on one rank in the attention layer that has the most; 0 without attention."""
-    caches = [cache for _, cache in model.specs() if isinstance(cache, Attention)]
+    caches = [cache for _, cache in model.specs if isinstance(cache, Attention)]
     return max((token_bytes(cache, tp_size=tp_size) for cache in caches), default=0)

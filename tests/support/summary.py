@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvhma.models import STATE_KINDS, CacheKind, Model
-from kvhma.models.block_size import KernelBlock, has_attention, kernel_block_size
+from kvhma.models.block_size import KernelBlock, kernel_block_size
 from kvhma.models.pages import state_bytes
 from support.groups import cache_groups, kv_bytes
 
@@ -51,9 +51,9 @@ def summary(
     return Summary(
         groups=tuple((kind, sum(group.kind == kind for group in groups)) for kind in kinds),
         tensors=tensors,
-        padded_slots=len(groups) * tensors - len(model.specs()),
+        padded_slots=len(groups) * tensors - len(model.specs),
         block_size=logical,
-        kernel_block=kernel_block_size(kernel_block, logical) if has_attention(model) else logical,
+        kernel_block=kernel_block_size(kernel_block, logical) if model.has_attention else logical,
         state_bytes=state_bytes(model.state, tp_size=tp_size) if model.state else 0,
         kv_bytes=kv_bytes(model, tp_size=tp_size),
     )

@@ -308,7 +308,7 @@ def test_pipeline_stages(prefill: int, decode: int) -> None:
         return [{layer.name for layer in layout(one, stage).layers} for stage in options]
 
     held = stages(prefill), stages(decode)
-    assert set.union(*held[0]) == set.union(*held[1]) == {name for name, _ in one.specs()}
+    assert set.union(*held[0]) == set.union(*held[1]) == {name for name, _ in one.specs}
     # Ranks are counted as vLLM counts them: those of a stage are neighbours.
     meet = {(d, p) for d, names in enumerate(held[1]) for p, others in enumerate(held[0]) if names & others}
     assert {(row["decode_rank"] // 4, row["prefill_rank"] // 2) for row in form["pairs"]} == meet

@@ -278,7 +278,7 @@ def test_an_index_beside_heads() -> None:
     """MiniMax-M3: a key of each token in bfloat16, whole on every rank, beside the heads of some layers."""
     one = model_from_config(PUBLIC["MiniMax-M3"])
     assert one.layers == ("full",) * 3 + ("indexer+full",) * 3
-    index = next(cache for _, cache in one.specs() if cache.kind == "indexer")
+    index = next(cache for _, cache in one.specs if cache.kind == "indexer")
     assert index == Attention("indexer", 1, 128, dtype="bfloat16")
     geometry = layout(one, LayoutOptions(num_blocks=4, tp_rank=1, tp_size=2))
     (part,) = geometry.layer_by_name["model.layers.4.self_attn.indexer.k_cache"].page.parts
@@ -427,7 +427,7 @@ def test_heads_of_each_layer() -> None:
     """Nemotron-NAS: heads by layer, and layers without attention."""
     one = model_from_config(PUBLIC["Nemotron-49B"])
     assert one.layers == ("heads8", "none", "heads4", "heads8")
-    assert [cache.kv_heads for _, cache in one.specs() if isinstance(cache, Attention)] == [8, 4, 8]
+    assert [cache.kv_heads for _, cache in one.specs if isinstance(cache, Attention)] == [8, 4, 8]
 
 
 @pytest.mark.parametrize(

@@ -392,5 +392,5 @@ def test_table_of_models() -> None:
 @pytest.mark.parametrize("order", PAGE_ORDERS)
 def test_every_model_of_the_table(name: str, order: Any) -> None:
     one = layout(model(name), LayoutOptions(num_blocks=3, order=order, kernel_block="flashinfer", tp_rank=1, tp_size=2))
-    assert [layer.name for layer in one.layers] == [layer for layer, _ in model(name).specs()]
+    assert [layer.name for layer in one.layers] == [layer for layer, _ in model(name).specs]
     assert len(one.groups) == sum(count for _, count in summary(model(name), tp_size=2).groups)

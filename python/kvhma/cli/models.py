@@ -38,12 +38,12 @@ def models_(as_json: bool, quiet: bool) -> None:
 
 
 def _row(model: Model) -> dict[str, Any]:
-    states = [spec for _, spec in model.specs() if isinstance(spec, State)]
-    attention = [spec for _, spec in model.specs() if isinstance(spec, Attention)]
+    states = [spec for _, spec in model.specs if isinstance(spec, State)]
+    attention = [spec for _, spec in model.specs if isinstance(spec, Attention)]
     return {
         "name": model.name,
         "hub_ids": [hub_id for hub_id, name in hub_ids().items() if name == model.name],
-        "layers": dict(Counter(spec.kind for _, spec in model.specs())),
+        "layers": dict(Counter(spec.kind for _, spec in model.specs)),
         "kv_dtype": model.dtype,
         "kv_bytes_per_token": sum(spec.kv_heads * spec.token_bytes for spec in attention),
         "state_bytes": sum(state_bytes(state, tp_size=1) for state in states),

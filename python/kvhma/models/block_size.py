@@ -51,7 +51,7 @@ def hybrid_block_size(model: Model, *, tp_size: int = 1, block_size: int = 16, a
         LayoutError: a size is not positive, or does not divide over the ranks.
     """
     check_positive(block_size=block_size, tp_size=tp_size)
-    if model.state is None or not has_attention(model):
+    if model.state is None or not model.has_attention:
         return block_size
     token = model.token_spec()
     per_token = token_bytes(token, tp_size=tp_size)
@@ -59,15 +59,6 @@ def hybrid_block_size(model: Model, *, tp_size: int = 1, block_size: int = 16, a
         align = max(_MLA_ALIGN if token.kind == "mla" else _SMALLEST_KERNEL_BLOCK, block_size)
     check_positive(align=align)
     return align * -(-state_bytes(model.state, tp_size=tp_size) // (align * per_token))
-
-
-def has_attention(model: Model) -> bool:
-    """Return whether any layer caches tokens.
-
-    Args:
-        model: the model.
-    """
-    return any(isinstance(spec, Attention) for _, spec in model.specs())
 
 
 def kernel_block_size(kernel_block: int | str | None, block_size: int) -> int:

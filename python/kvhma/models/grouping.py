@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from kvhma.errors import LayoutError
-from kvhma.models.block_size import has_attention, hybrid_block_size, token_bytes
+from kvhma.geometry import Shard
+from kvhma.models.block_size import hybrid_block_size, token_bytes
 from kvhma.models.pages import state_bytes
 from kvhma.models.shards import kv_heads, shard
 from kvhma.models.table import LATENT_KINDS, STATE_KINDS, Attention, CacheKind, Model, State
@@ -35,6 +36,7 @@ class LayerSpec:
         page: bytes of a page, padding included.
         window: tokens that a query sees, for windows.
         chunk: tokens of a chunk, for chunks.
+        heads: KV heads of the rank; None for state.
     """
 
     cache: Attention | State = field(compare=False)
@@ -45,6 +47,7 @@ class LayerSpec:
     page: int
     window: int | None = None
     chunk: int | None = None
+    heads: Shard | None = field(default=None, compare=False)
 
     @property
     def family(self) -> tuple[object, ...]:
@@ -60,11 +63,14 @@ Members = dict[str, LayerSpec]
 """Layers by name, in memory order within a group, except that layers of one spec follow each other."""
 
 
-def layer_specs(model: Model, *, tp_size: int = 1, block_size: int = 16, align: int | None = None) -> Members:
+def layer_specs(
+    model: Model, *, tp_rank: int = 0, tp_size: int = 1, block_size: int = 16, align: int | None = None
+) -> Members:
     """Return the layers of one rank as the allocator sees them, in model order.
 
     Args:
         model: the model.
+        tp_rank: index among the tensor-parallel ranks.
         tp_size: tensor-parallel ranks.
         block_size: as for :func:`kvhma.models.block_size.hybrid_block_size`.
         align: the same.
@@ -72,19 +78,20 @@ def layer_specs(model: Model, *, tp_size: int = 1, block_size: int = 16, align: 
     Raises:
         LayoutError: the model has no cache, or a size does not divide over the ranks.
     """
-    if model.query_heads is not None and has_attention(model):
+    if model.query_heads is not None and model.has_attention:
         shard("query_heads", model.query_heads, 0, tp_size)
     logical = hybrid_block_size(model, tp_size=tp_size, block_size=block_size, align=align)
     state = state_bytes(model.state, tp_size=tp_size) if model.state else 0
-    padded = logical * token_bytes(model.token_spec(), tp_size=tp_size) if has_attention(model) else state
+    padded = logical * token_bytes(model.token_spec(), tp_size=tp_size) if model.has_attention else state
     specs = {}
-    for name, cache in model.specs():
+    for name, cache in model.specs:
         if isinstance(cache, State):
             specs[name] = LayerSpec(cache, (), cache.kind, logical, state, padded)
         else:
-            held = (kv_heads(cache, 0, tp_size).held, cache.head_dim, cache.v_head_dim, cache.dtype)
-            page = logical * token_bytes(cache, tp_size=tp_size)
-            specs[name] = LayerSpec(cache, held, cache.kind, logical, page, page, cache.window, cache.chunk)
+            heads = kv_heads(cache, tp_rank, tp_size)
+            held = (heads.held, cache.head_dim, cache.v_head_dim, cache.dtype)
+            page = logical * heads.held * cache.token_bytes
+            specs[name] = LayerSpec(cache, held, cache.kind, logical, page, page, cache.window, cache.chunk, heads)
     if not specs:
         raise LayoutError(f"layers: {model.name} has no layer with a cache")
     return specs

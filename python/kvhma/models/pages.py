@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 from kvhma.errors import LayoutError
-from kvhma.geometry import Axis, Page, Part
-from kvhma.models.shards import conv_split, kv_heads, shard
+from kvhma.geometry import Axis, Page, Part, Shard
+from kvhma.models.shards import conv_split, shard
 from kvhma.models.table import INDEX_KEY, INDEX_SCALE, LATENT_KINDS, Attention, State, item_bytes
 
 ConvOrder: TypeAlias = Literal["DS", "SD"]
@@ -67,7 +67,7 @@ def state_parts(state: State, tp_rank: int, tp_size: int, conv: str) -> tuple[Pa
     return (*parts, Part("ssm", state.ssm_dtype, cell, width * rows * item, axes))
 
 
-def attention_page(cache: Attention, tokens: int, strides: Mapping[str, int], tp_rank: int, tp_size: int) -> Page:
+def attention_page(cache: Attention, tokens: int, strides: Mapping[str, int], held: Shard) -> Page:
     """Return the page of one kernel block.
 
     Args:
@@ -75,11 +75,10 @@ def attention_page(cache: Attention, tokens: int, strides: Mapping[str, int], tp
         tokens: tokens of a kernel block.
         strides: bytes from one index to the next of ``H`` heads, ``N`` tokens and, if K and V are separate parts,
             ``S``.
-        tp_rank: index among the tensor-parallel ranks.
-        tp_size: tensor-parallel ranks.
+        held: KV heads of the rank.
 
     Raises:
-        LayoutError: heads do not divide over the ranks, or the dtype is not known.
+        LayoutError: the dtype is not known.
     """
     if cache.has_scales:
         return Page(section_parts("uint8", tokens, (INDEX_KEY, INDEX_SCALE)))
@@ -89,7 +88,6 @@ def attention_page(cache: Attention, tokens: int, strides: Mapping[str, int], tp
     token_axis = Axis("tokens", tokens, strides["N"])
     if cache.kind in LATENT_KINDS:
         return Page((Part("kv", cache.dtype, item, 0, (token_axis, Axis("content", cache.head_dim, item))),))
-    held = kv_heads(cache, tp_rank, tp_size)
     heads = Axis("heads", held.extent, strides["H"], held.start, held.length)
     if "S" not in strides:
         return Page((Part("kv", cache.dtype, item, 0, (heads, token_axis, Axis("content", cache.items, item))),))

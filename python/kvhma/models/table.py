@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from types import MappingProxyType
@@ -191,10 +191,10 @@ class Attention:
         """Check the sizes on which the layout relies."""
         if self.kind not in ATTENTION_KINDS:
             raise GeometryError(f"attention kind {self.kind!r}: known are {', '.join(sorted(ATTENTION_KINDS))}")
-        for field in ("kv_heads", "head_dim", "v_head_dim", "window", "chunk"):
-            value = getattr(self, field)
+        for name in ("kv_heads", "head_dim", "v_head_dim", "window", "chunk"):
+            value = getattr(self, name)
             if value is not None and value < 1:
-                raise GeometryError(f"{field} {value} of {self.kind} attention: must be at least 1")
+                raise GeometryError(f"{name} {value} of {self.kind} attention: must be at least 1")
         if self.kind in LATENT_KINDS and (self.kv_heads, self.v_head_dim) != (1, None):
             raise GeometryError(
                 f"kv_heads {self.kv_heads}, v_head_dim {self.v_head_dim} of {self.kind} attention: "
@@ -255,6 +255,8 @@ class Model:
         v_head_dim: items of one V vector; None for `head_dim`.
         attention: layers with other heads than the model's, by name.
         query_heads: query heads over all ranks, which must divide over the ranks of an engine; None if unknown.
+        specs: name and content of every cache in model order, with the model's own values filled in. A ``full+mamba2``
+            layer has two.
 
     Raises:
         GeometryError: an unknown layer kind or dtype, a size below 1, or a kind whose `window`, `chunk` or
@@ -272,22 +274,23 @@ class Model:
     v_head_dim: int | None = None
     attention: tuple[Attention, ...] = ()
     query_heads: int | None = None
+    specs: tuple[tuple[str, Attention | State], ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check that every kind has the values that it needs."""
         item_bytes(self.dtype)
         sizes = (("kv_heads", self.kv_heads), ("head_dim", self.head_dim), ("query_heads", self.query_heads))
-        given = {field: size for field, size in sizes if size is not None}
+        given = {name: size for name, size in sizes if size is not None}
         if min(given.values()) < 1:
-            text = ", ".join(f"{field} {size}" for field, size in given.items())
+            text = ", ".join(f"{name} {size}" for name, size in given.items())
             raise GeometryError(f"{self.name}: {text}; need at least 1")
         for name, times in Counter(attention.layer_name for attention in self.attention).items():
             if times > 1 or name in _NOT_ATTENTION or "+" in name:
                 raise GeometryError(f"{self.name}: attention {name!r} appears twice, or is the name of something else")
-        specs = self.specs()
-        if len(dict(specs)) < len(specs):
+        object.__setattr__(self, "specs", self._specs())
+        if len(dict(self.specs)) < len(self.specs):
             raise GeometryError(f"{self.name}: a layer has two caches of one place")
-        for _, spec in specs:
+        for _, spec in self.specs:
             if isinstance(spec, Attention):
                 self._check_attention(spec)
 
@@ -302,14 +305,7 @@ class Model:
                 "the attention kernel's choice"
             )
 
-    def specs(self) -> tuple[tuple[str, Attention | State], ...]:
-        """Return name and content of every cache in model order, with the model's own values filled in.
-
-        A ``full+mamba2`` layer has two.
-
-        Raises:
-            GeometryError: an unknown layer kind, or a state that the model does not have.
-        """
+    def _specs(self) -> tuple[tuple[str, Attention | State], ...]:
         named = {cache.layer_name: self._complete(cache) for cache in self.attention}
         found: list[tuple[str, Attention | State]] = []
         for index, layer in enumerate(self.layers):
@@ -318,9 +314,14 @@ class Model:
                 found.append((f"model.layers.{index}.{_MODULES.get(spec.kind, 'self_attn.attn')}", spec))
         return tuple(found)
 
+    @property
+    def has_attention(self) -> bool:
+        """Whether any layer caches tokens."""
+        return any(isinstance(spec, Attention) for _, spec in self.specs)
+
     def token_spec(self) -> Attention:
         """Return the model's own heads, for the kind of most of its attention layers."""
-        is_mla = any(spec.kind == "mla" for _, spec in self.specs())
+        is_mla = any(spec.kind == "mla" for _, spec in self.specs)
         return self._own("mla" if is_mla else "full", None)
 
     def _plain(self, word: str, index: int, layer: str) -> Attention | State:

@@ -21,7 +21,7 @@ from kvhma.geometry import Geometry, Group, Kind, Layer, Memory, Page, Region
 from kvhma.models.block_size import KernelBlock, kernel_block_size
 from kvhma.models.grouping import LayerSpec, Members, alike, group_layers, layer_specs
 from kvhma.models.pages import ConvOrder, attention_page, state_parts
-from kvhma.models.shards import check_positive, kv_heads
+from kvhma.models.shards import check_positive
 from kvhma.models.stride_orders import PAGE_ORDERS, KVForm, Order, stride_axes
 from kvhma.models.table import LATENT_KINDS, Attention, Model, State
 
@@ -106,7 +106,8 @@ def layout(model: Model, options: LayoutOptions) -> Geometry:
     if not 0 <= options.pp_rank < options.pp_size:
         raise LayoutError(f"pp_rank {options.pp_rank}: pp_size is {options.pp_size}")
     _check_forms(model, options)
-    specs = layer_specs(model, tp_size=options.tp_size, block_size=options.block_size, align=options.align)
+    sizes = {"tp_rank": options.tp_rank, "tp_size": options.tp_size, "block_size": options.block_size}
+    specs = layer_specs(model, **sizes, align=options.align)
     groups = group_layers(specs, block_major=options.is_block_major)
     _check_pages(groups, options)
     held = _of_stage(model, groups, options)
@@ -171,7 +172,7 @@ def _check_forms(model: Model, options: LayoutOptions) -> None:
         raise LayoutError(f"order {order!r}: a state page must be contiguous, as in {', '.join(PAGE_ORDERS)}")
     if kv == "packed":
         return
-    for name, spec in model.specs():
+    for name, spec in model.specs:
         if spec.kind in LATENT_KINDS:
             raise LayoutError(f"kv {kv!r}: an MLA latent has no K and V to separate")
         if isinstance(spec, Attention) and spec.v_head_dim is not None:
@@ -190,7 +191,7 @@ def _check_pages(groups: list[Members], options: LayoutOptions) -> None:
         raise LayoutError(f"kv 'apart': padded pages ({sizes}) must be whole")
     if options.order in PAGE_ORDERS:
         return
-    heads = {kv_heads(spec.cache, 0, options.tp_size).held for spec in specs if isinstance(spec.cache, Attention)}
+    heads = {spec.heads.held for spec in specs if spec.heads}
     # With heads outside of blocks, the bytes of a block are between those of other blocks, as its shape says.
     crossing = options.order[0] == "L" and len(groups) > 1 and len(heads) > 1
     if padded or crossing or len({spec.page for spec in specs}) > 1:
@@ -234,7 +235,7 @@ def _place(index: int, group: Members, options: LayoutOptions, block_bytes: int)
         if not in_page and options.is_block_major and block_bytes % ratio:
             raise LayoutError(f"kernel_block {kernel}: {ratio} of them do not divide a block of {block_bytes} bytes")
         strides = _strides(spec, len(names), kernel, options, block_bytes)
-        pages = {cache: _page(cache, kernel, strides, options) for cache in {spec.cache for spec in names.values()}}
+        pages = {spec.cache: _page(spec, kernel, strides, options) for spec in names.values()}
         # Given only if it differs from the default of a geometry.
         kernel_stride = None if is_state or strides["K"] * ratio == strides["B"] else strides["K"]
         for at, (name, spec) in enumerate(names.items()):
@@ -244,10 +245,10 @@ def _place(index: int, group: Members, options: LayoutOptions, block_bytes: int)
     return placed
 
 
-def _page(cache: Attention | State, kernel: int, strides: dict[str, int], options: LayoutOptions) -> Page:
-    if isinstance(cache, State):
-        return Page(state_parts(cache, options.tp_rank, options.tp_size, options.conv))
-    return attention_page(cache, kernel, strides, options.tp_rank, options.tp_size)
+def _page(spec: LayerSpec, kernel: int, strides: dict[str, int], options: LayoutOptions) -> Page:
+    if isinstance(spec.cache, State) or spec.heads is None:
+        return Page(state_parts(cast("State", spec.cache), options.tp_rank, options.tp_size, options.conv))
+    return attention_page(spec.cache, kernel, strides, spec.heads)
 
 
 def _strides(spec: LayerSpec, layers: int, kernel: int, options: LayoutOptions, block_bytes: int) -> dict[str, int]:
@@ -260,12 +261,11 @@ def _strides(spec: LayerSpec, layers: int, kernel: int, options: LayoutOptions, 
     A page can be padded; with the block outermost, the gap holds the other layers.
     """
     sizes = {"L": layers, "B": options.num_blocks, "K": spec.block_size // kernel, "S": 2, "H": 1, "N": kernel}
-    if isinstance(spec.cache, State):
+    if isinstance(spec.cache, State) or spec.heads is None:
         sizes |= {"N": 1, "C": spec.content}
     else:
         halves = 1 if options.kv == "packed" else 2
-        heads = kv_heads(spec.cache, options.tp_rank, options.tp_size).held
-        sizes |= {"H": heads, "C": spec.cache.token_bytes // halves}
+        sizes |= {"H": spec.heads.held, "C": spec.cache.token_bytes // halves}
     in_page = options.kernel_blocks_in_page or sizes["K"] == 1
     axes = stride_axes(options.order, options.kv, kernel_blocks_in_page=in_page)
     strides, step = dict[str, int](), 1

@@ -478,8 +478,8 @@ def _state(layer: str, spec: Any) -> State:
 
 def _check_rank(model: Model, config: Any, specs: Mapping[str, Any], tp_size: int) -> None:
     """Refuse a model if a rank of vLLM has other bytes or other groups than planned."""
-    names = dict(zip((name for name, _ in model.specs()), specs, strict=True))
-    for name, cache_ in model.specs():
+    names = dict(zip((name for name, _ in model.specs), specs, strict=True))
+    for name, cache_ in model.specs:
         spec = specs[names[name]]
         if isinstance(cache_, State):
             planned, held = state_bytes(cache_, tp_size=tp_size), spec.state_content_size_bytes
