@@ -27,7 +27,7 @@ from kvhma.errors import (
     UnsupportedPairError,
 )
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Span
-from kvhma.planning import Readers, live_spans, plan, readers
+from kvhma.planning import live_spans, plan
 
 __all__ = [
     "AddressOverflowError",
@@ -48,7 +48,6 @@ __all__ = [
     "Part",
     "Plan",
     "Read",
-    "Readers",
     "Region",
     "RequestError",
     "Span",
@@ -58,6 +57,5 @@ __all__ = [
     "cost",
     "live_spans",
     "plan",
-    "readers",
     "validate",
 ]

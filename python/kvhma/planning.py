@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions over geometries: pair them, count their readers, find a request's live blocks."""
+"""Functions over geometries: pair them, find a request's live blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvhma._kvhma import Plan, first_entries, leading_nulls, table_lengths
 from kvhma.errors import RequestError
@@ -47,54 +46,6 @@ def plan(
         RequestError: an argument has the wrong type.
     """
     return Plan(local, remote, descriptor_bytes=descriptor_bytes, max_descriptors=max_descriptors)
-
-
-@dataclass(frozen=True, slots=True)
-class Readers:
-    """Which ranks read from which sources when all ranks of the decode side have planned.
-
-    Attributes:
-        counts: for each source, its number of notifications: one from each rank that reads from it, or one from the
-            rank that only notifies it.
-        notify_only: for each rank, the sources that it must notify without reading, because no rank reads from them.
-    """
-
-    counts: tuple[int, ...]
-    notify_only: tuple[tuple[int, ...], ...]
-
-
-def readers(plans: Sequence[Plan]) -> Readers:
-    """Count the readers of every source.
-
-    Args:
-        plans: one plan for each rank of the decode side, all made with the same list of sources.
-
-    Returns:
-        How many decode ranks read from each source, and which ranks must notify without reading.
-
-    Raises:
-        RequestError: the plans differ in their number of sources, the list is empty, or an entry is not a plan.
-    """
-    if not isinstance(plans, Sequence):
-        raise _wrong_type("plans", plans, "is not a list")
-    for index, planned in enumerate(plans):
-        if not isinstance(planned, Plan):
-            raise _wrong_type(f"plans[{index}]", planned, "is not a Plan")
-    numbers = {planned.num_sources for planned in plans}
-    if len(numbers) != 1:
-        text = f"plans have {sorted(numbers)} sources, expected one number for all"
-        expected = "one number of sources for all"
-        raise RequestError(text, code="count", field="plans", value=str(sorted(numbers)), expected=expected)
-    counts = [0] * numbers.pop()
-    for planned in plans:
-        for source in planned.sources:
-            counts[source] += 1
-    idle: list[list[int]] = [[] for _ in plans]
-    for source, count in enumerate(counts):
-        if not count:
-            idle[source * len(plans) // len(counts)].append(source)
-            counts[source] = 1
-    return Readers(tuple(counts), tuple(map(tuple, idle)))
 
 
 def live_spans(

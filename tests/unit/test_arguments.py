@@ -95,10 +95,6 @@ def test_invalid_ids_are_refused_by_every_function(ids: object) -> None:
         (lambda: kvhma.live_spans(LOCAL, None, TABLES, ["0", 0, 0]), "type", "cached"),
         (lambda: kvhma.live_spans(LOCAL, None, TABLES, [0, 0]), "count", "cached"),
         (lambda: kvhma.live_spans(LOCAL, True, TABLES), "type", "num_tokens"),
-        (lambda: kvhma.readers([1]), "type", "plans[0]"),
-        (lambda: kvhma.readers([PLAN, None]), "type", "plans[1]"),
-        (lambda: kvhma.readers(PLAN), "type", "plans"),
-        (lambda: kvhma.readers([]), "count", "plans"),
         (lambda: PLAN.transfer(True, SPANS, SPANS), "type", "num_tokens"),
     ],
 )

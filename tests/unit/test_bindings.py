@@ -97,7 +97,7 @@ def attributes(value: Any) -> Any:
 
 
 VALUES = (
-    *(LOCAL, LOCAL.core, PLAN, kvhma.readers([PLAN]), SPANS[0], FINDING),
+    *(LOCAL, LOCAL.core, PLAN, SPANS[0], FINDING),
     *(MOVED, MOVED.reads[0], IDS, IDS.reads[0], LOST, LOST.layers[0]),
 )
 
