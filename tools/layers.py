@@ -14,7 +14,7 @@ import ast
 import re
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,10 +35,12 @@ PICTURES = {
     "python/kvhma/vllm": """
         __init__ | drop_in
         connector
+        options
         scheduler | worker
         loads | reads
         holds
         peers
+        options/doors
         metadata | prompts
         config
         caches | telemetry | *
@@ -215,16 +217,17 @@ def rows_of(picture: str) -> dict[str, int]:
     return {name.strip(): row for row, line in enumerate(lines) for name in line.split("|")}
 
 
-def room_of(file: str, folder: str) -> str:
-    """Return the name in a folder that a file belongs to."""
-    return file.removeprefix(f"{folder}/").split("/")[0].split(".")[0]
+def room_of(file: str, folder: str, rows: Container[str] = ()) -> str:
+    """Return the name in a folder that a file belongs to: its path if that has a row, else the path's first part."""
+    path = file.removeprefix(f"{folder}/").split(".")[0]
+    return path if path in rows else path.split("/")[0]
 
 
 def upward(house: House, folder: str, picture: str) -> Iterator[str]:
     """Yield the dependencies that a picture does not allow, and names that only the picture or only the folder has."""
     rows = rows_of(picture)
     inside = [file for file in house.files if file.startswith(f"{folder}/")]
-    first = {room_of(file, folder): file for file in reversed(inside)}
+    first = {room_of(file, folder, rows): file for file in reversed(inside)}
     for name in sorted(rows.keys() - first.keys() - {"*"}):
         yield f"{folder}: the picture in tools/layers.py names {name}, which does not exist"
     if "*" not in rows:
@@ -233,7 +236,7 @@ def upward(house: House, folder: str, picture: str) -> Iterator[str]:
     for arrow in house.arrows:
         if not (arrow.file.startswith(f"{folder}/") and arrow.target.startswith(f"{folder}/")):
             continue
-        user, used = room_of(arrow.file, folder), room_of(arrow.target, folder)
+        user, used = room_of(arrow.file, folder, rows), room_of(arrow.target, folder, rows)
         above, below = (rows.get(name, rows.get("*")) for name in (user, used))
         if user == used or above is None or below is None or above < below:
             continue

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,10 +16,18 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 from kvhma.geometry import Span
 from kvhma.vllm.failures import Failure
 from kvhma.vllm.metadata import DigestOrder, ReadCommand, StepMetadata, WorkerReport
-from kvhma.vllm.telemetry.tracing import Trace
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, Prefix
 
+
+class Extra(NamedTuple):
+    """What an option adds to a command."""
+
+    text: str
+    number: float
+
+
+EXTRA = Extra("00-1-2-01", 0.25)
 REMOTE = PrefillParams(
     address=Address("fe80::1%eth0", 65535),
     engine_id="p ü",
@@ -40,7 +49,7 @@ FULL = REMOTE._replace(
 LOADS = [
     ReadCommand("a", REMOTE, 0, 17, 1, (Span(2, [5, 6]), Span(0, [])), None),
     ReadCommand("b", FULL, (1 << 64) - 1, 1, 0, (Span(0, np.array([1, 2], np.int32)),), Outcome.READ_SHARED),
-    ReadCommand("c", FULL, 1, 1, 0, (), Outcome.UNREAD, Trace("00-1-2-01", 0.25), True, True, (Span(1, [4]),)),
+    ReadCommand("c", FULL, 1, 1, 0, (), Outcome.UNREAD, True, True, (Span(1, [4]),)).with_extra("option", EXTRA),
 ]
 
 
@@ -50,6 +59,8 @@ def plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, tuple):
         return type(value).__name__, [plain(one) for one in value]
+    if isinstance(value, Mapping):
+        return {name: plain(one) for name, one in value.items()}
     return [plain(one) for one in value] if isinstance(value, list) else value
 
 
@@ -65,6 +76,7 @@ def test_orders_of_a_step_come_as_they_were_given(again):
         step=5,
         digests=[DigestOrder(key, 1, 2, (Span(0, [3]),))],
         verdicts={"v": Failure("digest", "text", transient=True), "w": None},
+        extras={"option": (EXTRA,)},
     )
     got = again(given)
     assert type(got) is StepMetadata

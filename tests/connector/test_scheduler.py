@@ -27,7 +27,21 @@ from kvhma.vllm.wire.params import PrefillParams
 from kvhma.vllm.wire.secrets import Secrets
 from support.engines.engine import free_port
 from support.leases import Clock
-from support.schedulers import BUSY, STEP, blocks, frees, kept, manager, output, request, scheduler, tables
+from support.schedulers import (
+    BUSY,
+    STEP,
+    blocks,
+    end_read,
+    finished_at,
+    frees,
+    kept,
+    load,
+    manager,
+    output,
+    request,
+    scheduler,
+    tables,
+)
 from support.waiting import until
 
 FAILS = (1, True)
@@ -61,15 +75,6 @@ def clock(monkeypatch):
     return made
 
 
-def finished_at(p, name="at p", start=1, **more):
-    """Have P compute a request; return the parameters for D."""
-    asked = request(name, params={"do_remote_decode": True}, **more)
-    p.on_request_added(asked)
-    params = p.on_request_finished(asked, tables(p, start))
-    assert params is not None
-    return json.loads(json.dumps(params))
-
-
 def added(d, params, name="r", **more):
     asked = request(name, params=params, **more)
     d.on_request_added(asked)
@@ -83,20 +88,6 @@ def rejected_by_vllm(d, params):
     d.on_request_added(asked)
     assert d.on_request_finished(asked, [[] for _ in tables(d)]) is None
     assert d.decode.pending == {}
-
-
-def load(d, asked, tokens=40):
-    """Have a request loaded; return its load."""
-    matched = until(lambda: answer if (answer := d.matched_tokens(asked, 0))[0] is not None else None)
-    assert matched == (tokens, True)
-    d.on_blocks_allocated(asked, blocks(d), tokens)
-    (order,) = d.on_step(STEP).loads
-    return order
-
-
-def end_read(d, asked, failure=None):
-    name = asked.request_id
-    d.on_worker_results(output([name], [name], {name: failure}) if failure else output([name]))
 
 
 def failure_of(d, asked):
@@ -220,21 +211,6 @@ def test_p_is_told_of_what_its_board_has_shown(p, make, monkeypatch):
     ended.kv_connector_worker_meta = WorkerReport(verified_by_board={"r", "unknown"})
     d.on_worker_results(ended)
     assert said == [("release_claim", order.remote.claim(order.reader), Outcome.READ)]
-
-
-def test_workers_know_the_trace_of_a_request(p, d):
-    """They also learn how long the scheduler had it; a second try has not waited. Without a header they get nothing."""
-    parent = f"00-{'a' * 32}-{'b' * 16}-01"
-    assert load(d, added(d, finished_at(p), "plain")).trace is None
-    traced = request("traced", params=finished_at(p))
-    traced.trace_headers = {"traceparent": parent, "tracestate": "x" * 10_000}
-    d.on_request_added(traced)
-    time.sleep(0.05)
-    order = load(d, traced)
-    assert order.trace.parent == parent
-    assert 0.05 <= order.trace.waited < 5
-    end_read(d, traced, TRANSIENT)
-    assert load(d, traced).trace == (parent, 0.0)
 
 
 def test_a_renewal_that_comes_after_the_last_question_keeps_nothing(p, make):

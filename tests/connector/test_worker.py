@@ -28,9 +28,7 @@ from kvhma.vllm.reads.active_read import ReadState
 from kvhma.vllm.reads.read_parts import ReadPart
 from kvhma.vllm.reads.results import LoadResults
 from kvhma.vllm.telemetry import stats
-from kvhma.vllm.telemetry.spans import Spans
 from kvhma.vllm.telemetry.stats import TransferStats
-from kvhma.vllm.telemetry.tracing import Trace
 from kvhma.vllm.wire.messages import Renew
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams
 from support.engines.engine import free_port
@@ -164,27 +162,6 @@ def test_a_load_that_failed_is_kept_as_a_case(p, decode, tmp_path):
     assert (case.local, case.remotes) == (flat_geometry(d.memory), (p.geometry,))
     verdict = cases.check(case)
     assert (verdict.outcome, verdict.text.split(":")[0]) == ("refused", "BlockIdError")
-
-
-def test_a_load_whose_request_is_traced_has_spans(p, d, monkeypatch):
-    """With its times in their order; a load that is not traced has no spans, and starts no thread for them."""
-    taken = []
-    monkeypatch.setattr(Spans, "queue_spans", lambda self, times: taken.append(times))
-    d.reads(p, plain=[1])
-    assert not taken
-    trace = Trace(f"00-{'a' * 32}-{'b' * 16}-01", 0.25)
-    for name, theirs, cause in (("good", 2, {}), ("bad", PAGES, {"bad": "request"})):
-        traced = load(name, p.remote(name, [theirs]), [2])._replace(trace=trace)
-        d.worker.start_loads(StepMetadata([traced]))
-        assert d.ended(name) == cause
-    until(lambda: len(taken) == 2, d.worker.take_stats)
-    good, bad = taken
-    order = [good.ordered_at, good.planned_at, good.post_began, good.posted_at, good.read_at, good.ended_at]
-    assert order == sorted(order)
-    assert good.trace == trace
-    assert (good.error, good.attributes["kvhma.bytes"]) == ("", PAGE)
-    assert good.attributes["gen_ai.request.id"] == "good"
-    assert (bad.error, bad.planned_at, bad.read_at) == ("BlockIdError", 0.0, 0.0)
 
 
 def test_a_lease_that_nobody_speaks_of_may_be_tried_again(p, decode):

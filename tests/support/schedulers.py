@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 from vllm.v1.core.block_pool import BlockPool
@@ -18,6 +19,7 @@ from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.secrets import Secrets
 from support.engines.engine import free_port
 from support.tiny import tiny_hybrid
+from support.waiting import until
 
 STEP = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
 BUSY = SimpleNamespace(num_scheduled_tokens={"another": 1}, total_num_scheduled_tokens=1)
@@ -128,3 +130,26 @@ def output(received=(), failed=(), failures=None):
         failed_recving=set(failed),
         kv_connector_worker_meta=WorkerReport(failures or {}),
     )
+
+
+def finished_at(p, name="at p", start=1, **more):
+    """Have P compute a request; return the parameters for D."""
+    asked = request(name, params={"do_remote_decode": True}, **more)
+    p.on_request_added(asked)
+    params = p.on_request_finished(asked, tables(p, start))
+    assert params is not None
+    return json.loads(json.dumps(params))
+
+
+def load(d, asked, tokens=40):
+    """Have a request loaded; return its load."""
+    matched = until(lambda: answer if (answer := d.matched_tokens(asked, 0))[0] is not None else None)
+    assert matched == (tokens, True)
+    d.on_blocks_allocated(asked, blocks(d), tokens)
+    (order,) = d.on_step(STEP).loads
+    return order
+
+
+def end_read(d, asked, failure=None):
+    name = asked.request_id
+    d.on_worker_results(output([name], [name], {name: failure}) if failure else output([name]))

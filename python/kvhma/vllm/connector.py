@@ -31,6 +31,7 @@ from kvhma.vllm.config.engine_config import (
     advertised_of,
     check_config,
     check_items,
+    check_options,
     engine_facts,
     engine_id_of,
     host_staged,
@@ -101,6 +102,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
         check_config(vllm_config)
         check_items(vllm_config, self._settings)
+        check_options(vllm_config)
         self._secrets = Secrets.load(self._settings)
         self._engine_id = engine_id_of(vllm_config)
         self._kvhma_scheduler: KvhmaScheduler | None = None

@@ -7,6 +7,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -21,7 +22,6 @@ from kvhma.digests import ContentDigest
 from kvhma.errors import KvhmaError
 from kvhma.geometry import Span
 from kvhma.vllm.failures import Failure
-from kvhma.vllm.telemetry.tracing import Trace
 from kvhma.vllm.wire.lease_board import BoardFile
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import Address, Item, LeaseKey, PrefillParams, Prefix
@@ -43,10 +43,10 @@ class ReadCommand(NamedTuple):
         piece: whether the load is a piece, which D reads while P computes the prompt. D asks P nothing about a piece,
             and vLLM does not learn of it.
         held: of a last piece, D's blocks that it and earlier pieces fill; empty without earlier pieces.
+        extras: what options add, by option.
         outcome: of the release that goes to P with the question after the read. None if several ranks read: then the
             scheduler releases the blocks when all have read.
         optional: whether D falls back to local prefill if the load fails.
-        trace: of the request; None if it is not traced.
     """
 
     request_id: str
@@ -56,10 +56,14 @@ class ReadCommand(NamedTuple):
     cached: int
     spans: tuple[Span, ...]
     outcome: Outcome | None
-    trace: Trace | None = None
     optional: bool = False
     piece: bool = False
     held: tuple[Span, ...] = ()
+    extras: Mapping[str, Any] = MappingProxyType({})
+
+    def with_extra(self, option: str, value: Any) -> ReadCommand:
+        """Return the command with what an option adds."""
+        return self._replace(extras={**self.extras, option: value})
 
 
 class DigestOrder(NamedTuple):
@@ -126,6 +130,7 @@ class StepMetadata(KVConnectorMetadata):
         step: number of the step, which the workers return with its results; None if the scheduler does not need it.
         digests: finished requests whose blocks the workers sum.
         verdicts: loads whose digest every rank has reported: the failure of each, or None.
+        extras: what options add, by option.
     """
 
     loads: list[ReadCommand] = field(default_factory=list)
@@ -136,16 +141,20 @@ class StepMetadata(KVConnectorMetadata):
     step: int | None = None
     digests: list[DigestOrder] = field(default_factory=list)
     verdicts: dict[str, Failure | None] = field(default_factory=dict)
+    extras: dict[str, Any] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without names of fields and classes: every worker waits for this object in every step."""
         loads, *fields = vars(self).values()
-        packed = msgspec.msgpack.encode(loads, enc_hook=_packed) if loads else b""
-        return _step, (packed, *fields)
+        packed = msgspec.msgpack.encode([load[:-1] for load in loads], enc_hook=_packed) if loads else b""
+        return _step, (packed, {index: dict(load.extras) for index, load in enumerate(loads) if load.extras}, *fields)
 
 
-def _step(loads: bytes, *fields: Any) -> StepMetadata:
-    return StepMetadata([_load(row) for row in msgspec.msgpack.decode(loads)] if loads else [], *fields)
+def _step(packed: bytes, extras: Mapping[int, Mapping[str, Any]], *fields: Any) -> StepMetadata:
+    loads = [_load(row) for row in msgspec.msgpack.decode(packed)] if packed else []
+    for index, of_load in extras.items():
+        loads[index] = loads[index]._replace(extras=of_load)
+    return StepMetadata(loads, *fields)
 
 
 def _load(row: Sequence[Any]) -> ReadCommand:
@@ -161,7 +170,6 @@ def _load(row: Sequence[Any]) -> ReadCommand:
         ),
         spans=_spans(load.spans),
         outcome=None if load.outcome is None else Outcome(load.outcome),
-        trace=None if load.trace is None else Trace(*load.trace),
         held=_spans(load.held),
     )
 
@@ -189,6 +197,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         verified_by_board: loads that are done and whose blocks P's board has verified. P was not notified of them.
         digests: of loads that are done but for the scheduler's verdict on their content.
         prefill_digests: of finished requests: the sum, and over how many ranks.
+        extras: what options add, by option. A value has ``joined(more)``, which returns it with that of another rank.
     """
 
     failures: dict[str, Failure] = field(default_factory=dict)
@@ -200,6 +209,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     digests: dict[str, LoadDigest] = field(default_factory=dict)
     prefill_digests: dict[LeaseKey, tuple[ContentDigest, int]] = field(default_factory=dict)
+    extras: dict[str, Any] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as :class:`StepMetadata` is."""
@@ -215,6 +225,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             or self.verified_by_board
             or self.digests
             or self.prefill_digests
+            or self.extras
         )
         return not reported and self.step is None
 
@@ -236,6 +247,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             verified_by_board=self.verified_by_board | report.verified_by_board,
             digests=_merge(self.digests, report.digests, LoadDigest.joined),
             prefill_digests=_merge(self.prefill_digests, report.prefill_digests, join_ranks),
+            extras=_merge(self.extras, report.extras, lambda known, more: known.joined(more)),
         )
 
 

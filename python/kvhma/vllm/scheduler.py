@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvhma.nixl import decode_handshake
 from kvhma.vllm.config.engine_facts import EngineFacts
+from kvhma.vllm.config.rooms import find_rooms
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.holds.engine_loop import STEPS_UNDER_WAY, EngineLoop
 from kvhma.vllm.holds.kept_turns import KeptTurns
@@ -18,6 +19,7 @@ from kvhma.vllm.internals import check_manager, drop_params, hit_each_group, res
 from kvhma.vllm.loads.decode import DecodeScheduler
 from kvhma.vllm.loads.prefix_cache import has_partial_hits, hits_may_differ
 from kvhma.vllm.metadata import LocalWorkerIdentity, StepMetadata, WorkerReport
+from kvhma.vllm.options.doors import SchedulerDoor
 from kvhma.vllm.telemetry.stats import StatsCollector, TransferStats
 from kvhma.vllm.wire.secrets import Secrets
 
@@ -40,6 +42,7 @@ class KvhmaScheduler:
         prefill: requests that other engines load.
         decode: requests that this engine loads from other engines.
         kept_turns: requests that this engine has decoded and holds for their next turns; None if it does not.
+        rooms: the options of this engine.
         hits_may_differ: whether groups may begin with prefix-cache hits of different lengths.
     """
 
@@ -52,12 +55,15 @@ class KvhmaScheduler:
         self._loop = EngineLoop(leases, self.context.peers, self.prefill.free_ended_leases, engine.step_timeout)
         self.decode = DecodeScheduler(self.context, self._loop.makes_progress)
         self.kept_turns = KeptTurns(self.context, self.prefill) if engine.keeps_answers else None
+        self.rooms: tuple[SchedulerDoor, ...] = tuple(room(self) for room in find_rooms("scheduler"))
         self.hits_may_differ = True
         self._idle_steps = 0
         """Steps without work since the last step with work."""
 
     def close(self) -> None:
         """Stop the threads."""
+        for room in self.rooms:
+            room.close()
         self.decode.close()
         self.context.peers.close()
         self.prefill.close()
@@ -105,6 +111,8 @@ class KvhmaScheduler:
         elif request.abort_immediately:
             if params.get("do_remote_prefill"):
                 self.decode.release_rejected(request, params)
+        elif any(room.on_request_added(request, params) for room in self.rooms):
+            return
         elif params.get("do_remote_prefill"):
             self.decode.on_request_added(request, params)
         elif params.get("do_remote_decode") is True:
@@ -148,6 +156,8 @@ class KvhmaScheduler:
         if self.kept_turns is not None:
             self.kept_turns.on_step(output, freed=self.prefill.free_ended_leases())
         self.prefill.on_step(output, metadata)
+        for room in self.rooms:
+            room.on_step(output, metadata)
         return metadata
 
     def _wait_for_peers(self) -> None:
@@ -176,10 +186,13 @@ class KvhmaScheduler:
         if self.kept_turns is not None:
             self.kept_turns.stop_tracking(request.request_id)
         unfilled = self.decode.unfilled.pop(request.request_id, {})
+        of_rooms = [room.on_request_finished(request, tables) for room in self.rooms]
         if self.decode.on_request_finished(request):
             self.prefill.discard_request(request.request_id)
             return None
         params = self.prefill.on_request_finished(request, tables)
+        if params is None:
+            params = next((held for held in of_rooms if held is not None), None)
         if params is None and self.kept_turns is not None:
             params = self.kept_turns.hold_turn(request, tables, unfilled)
         return params

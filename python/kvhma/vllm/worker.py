@@ -12,9 +12,12 @@ otherwise it would only wait for the pump, and share its cores with it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kvhma.errors import TransferError
+from kvhma.vllm.config.rooms import find_rooms
 from kvhma.vllm.device.memory import Memory
 from kvhma.vllm.metadata import StepMetadata, WorkerReport
 from kvhma.vllm.peers.idle_engines import IdleEngineWatch
@@ -40,6 +43,8 @@ class KvhmaWorker:
         self._stop_seconds = settings.handshake_timeout + 1
         self._results = LoadResults(settings.case_folder)
         stats = self._results.stats
+        self._rooms = tuple(room(context, self._results) for room in find_rooms("worker"))
+        context = replace(context, rooms=self._rooms)
         self._engines = PrefillEngines(context, stats)
         self._device = context.device
         self._may_wait = context.may_wait
@@ -67,6 +72,8 @@ class KvhmaWorker:
 
     def start_loads(self, metadata: StepMetadata) -> None:
         """Queue the loads of a step. On CPUs it reads short loads at once, since :meth:`collect` waits for them."""
+        for room in self._rooms:
+            room.on_step(metadata)
         self._prefill_sums.start(metadata.digests)
         self._results.judge(metadata.verdicts)
         if not (metadata.loads or metadata.refusals or metadata.cancelled):  # most steps
@@ -98,7 +105,10 @@ class KvhmaWorker:
         was_idle, self._was_idle = self._was_idle, idle
         if self._may_wait and (idle or short_loads):
             self._results.wait(None if idle else short_loads, for_pieces=idle and was_idle)
-        return self._results.take_results()
+        ended, report = self._results.take_results()
+        for room in self._rooms:
+            room.add_to_report(report)
+        return ended, report
 
     def take_stats(self) -> TransferStats | None:
         """Return what was counted since the last call; None if nothing was. Loads of this step are counted later."""
@@ -124,6 +134,8 @@ class KvhmaWorker:
         self._notifications.close(self._stop_seconds)
         self._prefill_sums.close(self._stop_seconds)
         self._pump.join(self._stop_seconds)
+        for room in self._rooms:
+            room.close(self._stop_seconds)
         self._engines.close()
         self._agent.close()
         if self._board is not None:

@@ -27,6 +27,7 @@ from kvhma.vllm.caches.layer_parts import RankInfo
 from kvhma.vllm.caches.module_values import built_layers
 from kvhma.vllm.config.engine_facts import EngineFacts
 from kvhma.vllm.config.identity import ModelIdentity
+from kvhma.vllm.config.rooms import check_installed
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.config.weight_digests import SECONDS
 from kvhma.vllm.config.weight_files import digest_weights
@@ -110,6 +111,16 @@ def check_items(config: VllmConfig, settings: Settings) -> None:
             f"{transfer.kv_load_failure_policy!r}, expected 'fail': a decode engine cannot compute items that it "
             "did not get"
         )
+
+
+def check_options(config: VllmConfig) -> None:
+    """Refuse to start an engine that needs an option whose folder is absent.
+
+    Raises:
+        SettingsError: the text names the setting and the option.
+    """
+    if config.observability_config.otlp_traces_endpoint is not None:
+        check_installed("spans", "otlp_traces_endpoint is set")
 
 
 def rank_info_of(config: VllmConfig) -> RankInfo:

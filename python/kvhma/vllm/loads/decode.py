@@ -28,7 +28,6 @@ from kvhma.vllm.metadata import ReadCommand, StepMetadata, WorkerReport, merge_f
 from kvhma.vllm.prompts.items import adopt_items
 from kvhma.vllm.prompts.prompt import is_sample
 from kvhma.vllm.recent import Recent
-from kvhma.vllm.telemetry.tracing import traceparent_of
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import DIFFERS, LeaseKey, PrefillParams
 from kvhma.vllm.wire.peer_log import logger
@@ -115,7 +114,7 @@ class DecodeScheduler:
 
     def on_request_added(self, request: Request, params: dict[str, Any]) -> None:
         """Add a request whose prompt another engine has computed, or is computing."""
-        load = Load(request, traceparent=traceparent_of(request))
+        load = Load(request)
         if params.get(TICKET) is None:
             self._add_params(load, params)
         else:
@@ -123,7 +122,7 @@ class DecodeScheduler:
 
     def add_next_turn(self, request: Request, params: dict[str, Any]) -> None:
         """Add a request that this engine prefills, and whose last turn another engine may hold."""
-        load = Load(request, purpose=Purpose.NEXT_TURN, traceparent=traceparent_of(request))
+        load = Load(request, purpose=Purpose.NEXT_TURN)
         try:
             remote = self._received.read_of_last_turn(request, params)
         except KvhmaError as error:
@@ -407,7 +406,6 @@ class DecodeScheduler:
             cached=load.num_tokens - external,
             spans=tuple(spans),
             outcome=self._outcome(remote),
-            trace=load.trace(),
             optional=load.purpose is Purpose.NEXT_TURN,
         )
 

@@ -32,7 +32,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvhma.vllm.telemetry.tracing import Trace
 from kvhma.vllm.wire.params import LeaseClaim, PrefillParams, random_id
 
 if TYPE_CHECKING:
@@ -242,7 +241,6 @@ class Load:
         waits_since: when vLLM first asked how much is loaded, since it has no blocks; None before.
         request_id: name of its request.
         reader: random number by which P knows this reader of its blocks.
-        traceparent: of its request, if that is traced.
     """
 
     request: Request
@@ -259,7 +257,6 @@ class Load:
     since: float = field(default_factory=time.monotonic)
     waits_since: float | None = None
     reader: int = field(default_factory=random_id)
-    traceparent: str | None = None
     request_id: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -274,13 +271,6 @@ class Load:
     def begin_attempt(self) -> None:
         """Count a read that is about to be ordered."""
         self.attempt = Attempt(1 if self.attempt is None else self.attempt.number + 1)
-
-    def trace(self) -> Trace | None:
-        """Return what the workers have to know of its trace, once an attempt has begun."""
-        if self.traceparent is None or self.attempt is None:
-            return None
-        waited = 0.0 if self.attempt.number > 1 else time.monotonic() - self.since
-        return Trace(self.traceparent, waited)
 
 
 class Loads:

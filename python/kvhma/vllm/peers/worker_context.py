@@ -10,6 +10,7 @@ from kvhma.nixl import Agent
 from kvhma.vllm.config.identity import ModelIdentity
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.device.cache_device import HOST, CacheDevice
+from kvhma.vllm.options.doors import WorkerDoor
 from kvhma.vllm.wire.lease_board import LeaseBoard
 from kvhma.vllm.wire.proofs import ProofKey
 from kvhma.vllm.wire.secrets import Secrets
@@ -32,6 +33,7 @@ class WorkerContext:
         proof_key: for questions whose answers need a proof.
         cp_tp_size: number of neighbouring tensor-parallel ranks that share the tokens of a cache.
         board: of this worker, registered with the agent; None without a lease board.
+        rooms: its options.
     """
 
     settings: Settings
@@ -46,3 +48,4 @@ class WorkerContext:
     proof_key: ProofKey = field(default_factory=ProofKey)
     cp_tp_size: int = 1
     board: LeaseBoard | None = None
+    rooms: tuple[WorkerDoor, ...] = ()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics and spans of reported reads."""
+"""Metrics of reported reads."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from kvhma.planning import live_entries
 from kvhma.vllm.metadata import ReadCommand
 from kvhma.vllm.peers.worker_context import WorkerContext
 from kvhma.vllm.reads.active_read import ActiveRead
-from kvhma.vllm.telemetry.spans import LoadTimes, Spans
 from kvhma.vllm.telemetry.stats import StatsCollector
-from kvhma.vllm.telemetry.tracing import Trace
 
 logger = logging.getLogger("vllm.kvhma")
 
@@ -26,21 +24,17 @@ class ReadMetrics:
         self._rank = str(context.rank)
         """The label under which transfers are counted."""
         self._stats = stats
-        self._spans = Spans(context.rank, stats)
+        self._rooms = context.rooms
         self._group_labels = [f"{index} {group.kind}" for index, group in enumerate(context.geometry.groups)]
         self._entry_bytes = [0] * len(self._group_labels)
         """Bytes of an entry of each group's block table, on this rank."""
         for layer in context.geometry.layers:
             self._entry_bytes[layer.group] += layer.page.nbytes * context.geometry.groups[layer.group].ratio
 
-    def close(self, timeout: float) -> None:
-        """Make the spans of all measured reads, for at most `timeout` seconds."""
-        self._spans.close(timeout)
-
     def measure(self, read: ActiveRead) -> None:
         """Measure a read that was reported."""
-        if read.command.trace is not None:
-            self._spans.queue_spans(self._times(read, read.command.trace))
+        for room in self._rooms:
+            room.on_read_reported(read)
         if read.error is None and read.transfer is not None:
             self._count(read, read.transfer)
 
@@ -107,28 +101,3 @@ class ReadMetrics:
         ends = [span.first + len(span.ids) for span in spans]
         needed = zip(spans, live_entries(self._geometry, command.num_tokens, ends), self._geometry.groups, strict=True)
         return [0 if group.kind == "ssm" else max(0, span.first - live.start) for span, live, group in needed]
-
-    def _times(self, read: ActiveRead, trace: Trace) -> LoadTimes:
-        """Return the times of a read, for its spans."""
-        command, transfer = read.command, read.transfer
-        attributes: dict[str, str | int] = {
-            "gen_ai.request.id": command.request_id,
-            "kvhma.prefill_engine": command.remote.engine_id,
-            "kvhma.rank": self._rank,
-            "kvhma.handshakes": read.handshakes,
-            "kvhma.tokens_loaded": command.num_tokens - command.cached,
-            "kvhma.tokens_cached": command.cached,
-        }
-        if transfer is not None:
-            attributes |= {"kvhma.bytes": transfer.bytes, "kvhma.descriptors": transfer.descriptors}
-        return LoadTimes(
-            trace,
-            read.ordered_at,
-            read.planned_at,
-            read.posted_at - read.post_seconds,
-            read.posted_at,
-            read.read_at,
-            read.ended_at,
-            "" if read.error is None else type(read.error).__name__,
-            attributes,
-        )

@@ -202,7 +202,6 @@ class ReadPump:
             self._wait()
             self._drive_own()
             self._measure_reported()
-        self._metrics.close(self._timeout)
         self._waker.close()
 
     def _wait(self) -> None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine tells about itself: metrics, traces, standstills."""
+"""What an engine tells about itself: metrics, stalls."""

@@ -19,15 +19,19 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvhma._kvhma import __version__
 from kvhma.vllm.counters import Counters
-from kvhma.vllm.telemetry.tracing import Trace
+from kvhma.vllm.options.doors import WorkerDoor
+from kvhma.vllm.options.spans.scheduler import Trace
 from kvhma.vllm.threads import SupervisedThread
 
 if TYPE_CHECKING:  # optional dependency
     from opentelemetry.trace import Tracer
+
+    from kvhma.vllm.peers.worker_context import WorkerContext
+    from kvhma.vllm.reads.results import LoadResults
 
 logger = logging.getLogger("vllm.kvhma")
 
@@ -70,16 +74,21 @@ class LoadTimes:
                 yield name, start, end or self.ended_at
 
 
-class Spans:
+class Room(WorkerDoor):
     """Makes the spans of traced loads. Safe to use from several threads."""
 
-    def __init__(self, rank: int, counters: Counters) -> None:
+    def __init__(self, context: WorkerContext, results: LoadResults) -> None:
         """Start without a thread; the first traced load starts it."""
-        self._rank = rank
-        self._counters = counters
+        self._rank = context.rank
+        self._counters: Counters = results.stats
         self._queue: queue.Queue[LoadTimes | None] = queue.Queue(_MAX_WAITING)
         self._lock = threading.Lock()
         self._thread: SupervisedThread | None = None
+
+    def on_read_reported(self, read: Any) -> None:
+        """Queue the spans of a read whose request is traced."""
+        if (trace := read.command.extras.get("spans")) is not None:
+            self.queue_spans(_times_of(read, trace, self._rank))
 
     def queue_spans(self, times: LoadTimes) -> None:
         """Queue the spans of a load that has ended; returns at once."""
@@ -111,6 +120,31 @@ class Spans:
         while (times := self._queue.get()) is not None:
             if tracer is not None:
                 _make(tracer, times, claims=self._rank == 0)
+
+
+def _times_of(read: Any, trace: Trace, rank: int) -> LoadTimes:
+    command, transfer = read.command, read.transfer
+    attributes: dict[str, str | int] = {
+        "gen_ai.request.id": command.request_id,
+        "kvhma.prefill_engine": command.remote.engine_id,
+        "kvhma.rank": str(rank),
+        "kvhma.handshakes": read.handshakes,
+        "kvhma.tokens_loaded": command.num_tokens - command.cached,
+        "kvhma.tokens_cached": command.cached,
+    }
+    if transfer is not None:
+        attributes |= {"kvhma.bytes": transfer.bytes, "kvhma.descriptors": transfer.descriptors}
+    return LoadTimes(
+        trace,
+        read.ordered_at,
+        read.planned_at,
+        read.posted_at - read.post_seconds,
+        read.posted_at,
+        read.read_at,
+        read.ended_at,
+        "" if read.error is None else type(read.error).__name__,
+        attributes,
+    )
 
 
 def _tracer() -> Tracer:

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the connector calls its options. An option overrides the calls that it needs; the others do nothing.
+
+Each option is a folder beside this file. Its `scheduler.py` has a :class:`SchedulerDoor` with the name ``Room``, and
+its `worker.py` a :class:`WorkerDoor` with that name; it may lack one of them. Nothing else of an option is used outside
+its folder, and `kvhma.vllm.config.rooms` decides which options an engine has.
+
+What an option sends between the two processes is in the `extras` of
+:class:`kvhma.vllm.metadata.ReadCommand`, :class:`kvhma.vllm.metadata.StepMetadata` and
+:class:`kvhma.vllm.metadata.WorkerReport`, under the option's name. The values are pickled, so they keep their types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from kvhma.vllm.metadata import StepMetadata, WorkerReport
+
+
+class SchedulerDoor:
+    """An option in the scheduler's process. The engine's thread makes all calls."""
+
+    def on_request_added(self, request: Request, params: dict[str, Any]) -> bool:
+        """Note a new request that has ``kv_transfer_params``; return whether the option handles it alone."""
+        return False
+
+    def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
+        """Add the option's commands to those of a step, or change them."""
+
+    def on_request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        """Note the end of a request; return its ``kv_transfer_params`` if the option holds the blocks of `tables`."""
+
+    def close(self) -> None:
+        """Stop the option's threads."""
+
+
+class WorkerDoor:
+    """An option in a worker's process. `read` is always a :class:`kvhma.vllm.reads.active_read.ActiveRead`."""
+
+    def on_step(self, metadata: StepMetadata) -> None:
+        """Carry out the option's commands of a step, in the engine's thread."""
+
+    def plan(self, read: Any) -> None:
+        """Look at a read that was planned and not posted."""
+
+    def after_read(self, read: Any) -> Iterator[None]:
+        """Work on a read whose bytes have arrived, before it is reported. Each `yield` waits a moment."""
+        yield from ()
+
+    def on_read_reported(self, read: Any) -> None:
+        """Note a read that was reported, while the engine continues."""
+
+    def add_to_report(self, report: WorkerReport) -> None:
+        """Add the option's results to the report of a step, in the engine's thread."""
+
+    def close(self, timeout: float) -> None:
+        """Stop the option's threads. No more calls follow; the caches are still registered."""
