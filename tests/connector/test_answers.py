@@ -18,6 +18,7 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 from kvhma.vllm.holds import lease_table
 from kvhma.vllm.holds.lease_table import OVERDUE_SECONDS
 from kvhma.vllm.loads.decode import DecodeScheduler
+from kvhma.vllm.options.next_turns.scheduler import Room
 from support.cache.engine import Engine, EngineShape, Violation
 from support.cache.labels import GroupShape
 from support.leases import Clock
@@ -37,6 +38,11 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.ERROR)
     yield
     logging.disable(logging.NOTSET)
+
+
+def turns_of(engine):
+    """The option of an engine that holds answers."""
+    return next(room for room in engine.kvhma.context.rooms if isinstance(room, Room))
 
 
 class Chat:
@@ -350,7 +356,7 @@ def test_answers_go_when_requests_of_d_need_their_blocks(make, long):
             break
     assert str(chat.d.finished["more"].finish_reason) == "length"
     assert chat.d.counts.preempted == 0
-    gone = chat.d.counted("answers")["given up"]
+    gone = chat.d.counted("answers")["evicted"]
     assert 3 < gone <= 8
     # The oldest answers were evicted.
     said, params = kept[0]
@@ -370,7 +376,7 @@ def test_requests_that_lack_a_seat_cost_no_answers(make, overlapped):
     for _ in range(30):
         chat.d.step()
         chat.p.step()
-    assert chat.d.kvhma.kept_turns._loaded, "all have a seat"
+    assert turns_of(chat.d)._loaded, "all have a seat"
     assert chat.d.counted("answers") == {}
     for _, name, _ in told:
         chat.d.abort(name)
@@ -402,7 +408,7 @@ def test_an_answer_that_goes_while_it_is_read_is_not_believed(make):
     with reads_of(4):
         chat.p.step()
     assert chat.p.counts.loads == 1
-    ((key, _),) = chat.d.kvhma.context.leases.kept_turns()
+    ((key, _),) = chat.d.kvhma.context.leases.expendable()
     chat.d.kvhma.context.leases.evict(key)
     chat.d.step()
     chat.d.step()

@@ -19,9 +19,9 @@ import pytest
 # With its parts, since torch warns while they are imported, and a warning is an error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
-from kvhma.vllm.holds import kept_turns
 from kvhma.vllm.loads import decode, failed_loads
 from kvhma.vllm.loads.load_machine import Loads, LoadState
+from kvhma.vllm.options.next_turns import scheduler as next_turns
 from support.cache.engine import Counts, Engine, EngineShape, Violation
 from support.cache.labels import GroupShape
 from support.cache.mutants import MUTANTS, TURN_MUTANTS
@@ -293,7 +293,7 @@ def test_a_prompt_that_full_attention_has_completely_is_loaded_for_its_state(len
 @pytest.mark.parametrize("part", range(SLICES))
 def test_what_is_read_of_answers_is_right(part, monkeypatch):
     """P reads answers of D for the turns after them, and what it makes of them D reads."""
-    monkeypatch.setattr(kept_turns, "_PREFIX_TOKENS", 2)
+    monkeypatch.setattr(next_turns, "_PREFIX_TOKENS", 2)
     p, d = Counts(), Counts()
     ends: dict[str, float] = {}
     for seed in range(part, SEQUENCES // 2, SLICES):
@@ -310,13 +310,13 @@ def test_what_is_read_of_answers_is_right(part, monkeypatch):
                 ends[label] = ends.get(label, 0) + number
     assert min(p.loads, d.loads, ends["read"]) > SEQUENCES // SLICES // 4
     assert p.failed > SEQUENCES // SLICES // 40
-    assert ends["given up"] > 0
+    assert ends["evicted"] > 0
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", TURN_MUTANTS)
 def test_a_defect_of_next_turns_is_found(name, monkeypatch):
-    monkeypatch.setattr(kept_turns, "_PREFIX_TOKENS", 2)
+    monkeypatch.setattr(next_turns, "_PREFIX_TOKENS", 2)
     patch, mixes = TURN_MUTANTS[name]
     patch(monkeypatch)
     for seed in range(600):

@@ -192,7 +192,7 @@ def test_the_board_shows_what_is_held_and_nothing_else(board, monkeypatch, seed)
             key = LeaseKey(f"r{step}", step)
             table.max_unread_blocks = chance.choice([None, 5])
             answer = chance.choice([None, 3.0])
-            table.hold(key, DIGEST, [chance.randrange(100)], turn_seconds=answer)
+            table.hold(key, DIGEST, [chance.randrange(100)], expendable_seconds=answer)
             held[key] = True
         elif what == "finish":
             table.check_and_release(some, [outcome] * len(some))

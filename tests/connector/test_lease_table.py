@@ -33,15 +33,15 @@ def digest_of(key):
     return key.request_id.encode().ljust(16, b".")[:16]
 
 
-def add(table, name, blocks=(), turn_seconds=None):
+def add(table, name, blocks=(), seconds=None):
     key = LeaseKey(name, next(GENERATION))
-    table.hold(key, digest_of(key), blocks, turn_seconds=turn_seconds)
+    table.hold(key, digest_of(key), blocks, expendable_seconds=seconds)
     return key
 
 
 def answer(table, name, blocks=()):
     """Hold an answer for the next turn of its chat."""
-    return add(table, name, blocks, turn_seconds=480.0)
+    return add(table, name, blocks, seconds=480.0)
 
 
 def claim(key, reader=1, digest=None):
@@ -76,9 +76,9 @@ STORIES = {
     # in time.
     "renewals wait while P is stopped": "claim 1, wait 300, over, claim 1, wait 29, over",
     "a renewal before the next step": "claim 1, wait 31, claim 1, over",
-    "a turn is held for longer": "turn, wait 479.9, over, wait .1, over, wait 1, over KEPT_TURN_EXPIRED",
+    "a turn is held for longer": "turn, wait 479.9, over, wait .1, over, wait 1, over UNCLAIMED",
     "a reader of a turn shortens nothing": "turn, claim 1, unread 1, wait 479, over, claim 1, wait 29, over, asks 1, "
-    "over KEPT_TURN_READ, refused 1",
+    "over READ, refused 1",
 }
 
 
@@ -349,7 +349,7 @@ def test_answers_go_before_prompts(table):
     add(table, "p1", range(4))
     answer(table, "a1", range(10, 14))
     add(table, "p2", range(20, 24))
-    assert ended(table) == {LeaseEnd.KEPT_TURN_EVICTED: ["a1"]}
+    assert ended(table) == {LeaseEnd.EVICTED: ["a1"]}
     answer(table, "a2", range(30, 34))
     assert ended(table) == {LeaseEnd.EVICTED: ["p1"]}, "what has just finished stays"
 
@@ -358,12 +358,12 @@ def test_an_answer_may_be_given_up_while_it_is_read(table):
     keys = [answer(table, name, [index]) for index, name in enumerate("abc")]
     add(table, "p", [9])
     renew(table, keys[0])
-    assert [key.request_id for key, _ in table.kept_turns()] == ["b", "c", "a"]
-    assert table.usage().kept_turns == 3
-    for key, _ in table.kept_turns():
+    assert [key.request_id for key, _ in table.expendable()] == ["b", "c", "a"]
+    assert table.usage().expendable == 3
+    for key, _ in table.expendable():
         table.evict(key)
         table.evict(key)
-    assert ended(table) == {LeaseEnd.KEPT_TURN_EVICTED: ["b", "c", "a"]}
+    assert ended(table) == {LeaseEnd.EVICTED: ["b", "c", "a"]}
     assert table.check_and_release([claim(keys[0])], [Outcome.READ]) == [ENDED]
     assert table.usage() == LeaseUsage(1, 1, 0.0)
 

@@ -10,7 +10,7 @@ import pytest
 # With its parts, since torch warns while they are imported, and a warning is an error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
-from connector.test_answers import Chat
+from connector.test_answers import Chat, turns_of
 from connector.test_following import Prefill
 from connector.test_following import added as followed
 from connector.test_scheduler import added, failure_of, finished_at
@@ -77,12 +77,12 @@ def test_a_kept_answer_ends_with_the_caches(chat):
     """Also one whose last step has not ended: no lease holds its blocks yet."""
     chat.turn(chat.words(100))
     chat.stop_early()
-    assert chat.d.kvhma.kept_turns.is_settling
+    assert turns_of(chat.d).needs_step()
     assert len(chat.d.kvhma.context.leases) == 1
     while chat.d._in_flight:
         chat.d._settle(*chat.d._in_flight.popleft())
     assert reset(chat.d)
-    assert not chat.d.kvhma.kept_turns.is_settling
+    assert not turns_of(chat.d).needs_step()
     assert not kept(chat.d.kvhma)
     chat.turn(chat.words(100))
     assert list(chat.d.counted("answers").values()) == [2]

@@ -21,4 +21,4 @@ class Clock:
 
 def ended(table: LeaseTable) -> dict[LeaseEnd, list[str]]:
     """Take the leases that have ended; return the names of the requests by why they ended."""
-    return {why: [key.request_id for key, _ in leases] for why, leases in table.drain_ended().items()}
+    return {why: [key.request_id for key, *_ in leases] for why, leases in table.drain_ended().items()}

@@ -51,7 +51,7 @@ def test_every_way_ends_well(part: int) -> None:
         done = [effect for *_, effects in steps for effect in effects]
         # P gets one release of its blocks for this prompt, and none for another prompt.
         is_read = LoadState.LOADING in states
-        accepted = is_read or LoadEvent.SAME_PROMPT in events or LoadEvent.LAST_TURN in events
+        accepted = is_read or LoadEvent.SAME_PROMPT in events or LoadEvent.OPTIONAL in events
         assert sum(effect in RELEASES for effect in done) == accepted
         # A ticket ends once, before the whole prompt is read.
         assert sum(effect in TICKET_ENDS for effect in done) == events.count(LoadEvent.TICKET)
@@ -106,8 +106,8 @@ STORIES = {
         "GONE",
         "PLACE ORDER TICKET_CANCELLED CANCEL_READ RELEASE_FAILED",
     ),
-    "a next turn": ("LAST_TURN HELD BLOCKS LOADED", "GONE", "CLAIM ORDER RELEASE_UNNOTIFIED"),
-    "a next turn that P has evicted": ("LAST_TURN LOCAL", "LOCAL", "CLAIM COMPUTE_LOCALLY RELEASE"),
+    "a next turn": ("OPTIONAL HELD BLOCKS LOADED", "GONE", "CLAIM ORDER RELEASE_UNNOTIFIED"),
+    "a next turn that P has evicted": ("OPTIONAL LOCAL", "LOCAL", "CLAIM COMPUTE_LOCALLY RELEASE"),
 }
 
 

@@ -31,7 +31,6 @@ from kvhma.vllm.config.engine_config import (
     advertised_of,
     check_config,
     check_items,
-    check_options,
     engine_facts,
     engine_id_of,
     host_staged,
@@ -39,6 +38,7 @@ from kvhma.vllm.config.engine_config import (
     may_wait,
     nixl_package,
     no_answers,
+    options_of,
     rank_info_of,
     side_channel_of,
     staging_slots,
@@ -102,7 +102,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
         check_config(vllm_config)
         check_items(vllm_config, self._settings)
-        check_options(vllm_config)
+        self._options = options_of(vllm_config, self._settings)
         self._secrets = Secrets.load(self._settings)
         self._engine_id = engine_id_of(vllm_config)
         self._kvhma_scheduler: KvhmaScheduler | None = None
@@ -237,6 +237,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
             may_wait=may_wait(config),
             cp_tp_size=place.cp_tp_size,
             board=board,
+            options=self._options,
         )
         self._worker = KvhmaWorker(context, self._memory)
         kinds = ", ".join(f"{group.kind} of {group.block_size}" for group in geometry.groups)

@@ -11,7 +11,6 @@ from kvhma.vllm.config.engine_facts import EngineFacts
 from kvhma.vllm.config.rooms import find_rooms
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.holds.engine_loop import STEPS_UNDER_WAY, EngineLoop
-from kvhma.vllm.holds.kept_turns import KeptTurns
 from kvhma.vllm.holds.lease_table import LeaseTable
 from kvhma.vllm.holds.prefill import PrefillScheduler
 from kvhma.vllm.holds.scheduler_context import SchedulerContext
@@ -19,7 +18,6 @@ from kvhma.vllm.internals import check_manager, drop_params, hit_each_group, res
 from kvhma.vllm.loads.decode import DecodeScheduler
 from kvhma.vllm.loads.prefix_cache import has_partial_hits, hits_may_differ
 from kvhma.vllm.metadata import LocalWorkerIdentity, StepMetadata, WorkerReport
-from kvhma.vllm.options.doors import SchedulerDoor
 from kvhma.vllm.telemetry.stats import StatsCollector, TransferStats
 from kvhma.vllm.wire.secrets import Secrets
 
@@ -41,8 +39,6 @@ class KvhmaScheduler:
         context: state that both parts share.
         prefill: requests that other engines load.
         decode: requests that this engine loads from other engines.
-        kept_turns: requests that this engine has decoded and holds for their next turns; None if it does not.
-        rooms: the options of this engine.
         hits_may_differ: whether groups may begin with prefix-cache hits of different lengths.
     """
 
@@ -54,15 +50,14 @@ class KvhmaScheduler:
         self.prefill = PrefillScheduler(self.context)
         self._loop = EngineLoop(leases, self.context.peers, self.prefill.free_ended_leases, engine.step_timeout)
         self.decode = DecodeScheduler(self.context, self._loop.makes_progress)
-        self.kept_turns = KeptTurns(self.context, self.prefill) if engine.keeps_answers else None
-        self.rooms: tuple[SchedulerDoor, ...] = tuple(room(self) for room in find_rooms("scheduler"))
+        self.context.rooms = tuple(room(self) for room in find_rooms("scheduler", engine.options))
         self.hits_may_differ = True
         self._idle_steps = 0
         """Steps without work since the last step with work."""
 
     def close(self) -> None:
         """Stop the threads."""
-        for room in self.rooms:
+        for room in self.context.rooms:
             room.close()
         self.decode.close()
         self.context.peers.close()
@@ -95,8 +90,8 @@ class KvhmaScheduler:
 
     def reset_cache(self) -> None:
         """Free all that this engine holds for other engines: vLLM resets its caches, as for other weights."""
-        if self.kept_turns is not None:
-            self.kept_turns.end_settling()
+        for room in self.context.rooms:
+            room.reset_cache()
         self.prefill.reset_cache()
 
     def on_request_added(self, request: Request) -> None:
@@ -111,38 +106,36 @@ class KvhmaScheduler:
         elif request.abort_immediately:
             if params.get("do_remote_prefill"):
                 self.decode.release_rejected(request, params)
-        elif any(room.on_request_added(request, params) for room in self.rooms):
-            return
         elif params.get("do_remote_prefill"):
-            self.decode.on_request_added(request, params)
+            if not any(room.on_request_added(request, params) for room in self.context.rooms):
+                self.decode.on_request_added(request, params)
         elif params.get("do_remote_decode") is True:
             self.prefill.on_request_added(request)
-            if self.kept_turns is not None and params.get("kvhma") is not None:
-                self.decode.add_next_turn(request, params)
+            for room in self.context.rooms:
+                room.on_request_added(request, params)
 
     def matched_tokens(self, request: Request, local: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the `local` ones will be loaded, None if that is not known yet."""
         found = self.decode.matched_tokens(request, local)
-        if self.kept_turns is not None and found[0] is not None:
-            self.kept_turns.on_blocks_wanted(request)
+        if found[0] is not None:
+            for room in self.context.rooms:
+                room.on_blocks_wanted(request)
         return found
 
     def on_blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Pass on the blocks that vLLM has allocated for a request."""
-        if self.kept_turns is not None:
-            self.kept_turns.on_blocks_allocated(request)
+        for room in self.context.rooms:
+            room.on_blocks_allocated(request)
         self.decode.on_blocks_allocated(request, blocks, external)
 
     def make_room(self) -> bool:
-        """Free blocks for a request that lacks some, else evict kept turns; return whether the next step has more."""
-        return self.prefill.free_ended_leases() or (self.kept_turns is not None and self.kept_turns.make_room())
+        """Free blocks for a request that lacks some; return whether the next step has more."""
+        return self.prefill.free_ended_leases() or any(room.make_room() for room in self.context.rooms)
 
     def needs_step(self) -> bool:
         """Return whether vLLM must make a step with nothing to compute; free blocks whose lease has ended."""
         is_due = self._loop.must_step()  # in any case: it notes that no step runs
-        return (
-            is_due or self.prefill.digests.is_waiting or (self.kept_turns is not None and self.kept_turns.is_settling)
-        )
+        return is_due or self.prefill.digests.is_waiting or any(room.needs_step() for room in self.context.rooms)
 
     def on_step(self, output: SchedulerOutput) -> StepMetadata:
         """Return what the workers must know in this step."""
@@ -153,11 +146,9 @@ class KvhmaScheduler:
             self._wait_for_peers()
         metadata = self.decode.take_metadata()
         metadata.idle = idle
-        if self.kept_turns is not None:
-            self.kept_turns.on_step(output, freed=self.prefill.free_ended_leases())
-        self.prefill.on_step(output, metadata)
-        for room in self.rooms:
+        for room in self.context.rooms:
             room.on_step(output, metadata)
+        self.prefill.on_step(output, metadata)
         return metadata
 
     def _wait_for_peers(self) -> None:
@@ -175,26 +166,24 @@ class KvhmaScheduler:
             self.prefill.digests.on_worker_results(report)
             if report.step is not None:
                 self.prefill.settling.on_step_results(report.step)
-        if self.kept_turns is not None:
-            done = (output.finished_recving or set()) - (output.failed_recving or set())
-            pending = self.decode.pending  # the call below removes them
-            self.kept_turns.on_requests_loaded({name for name in done if name in pending and pending[name].end is None})
+        for name in (output.finished_recving or set()) - (output.failed_recving or set()):
+            load = self.decode.pending.get(name)  # the call below removes it
+            if load is not None and load.end is None and load.attempt is not None:
+                for room in self.context.rooms:
+                    room.on_request_loaded(name, load.attempt.first_tokens)
         self.decode.on_worker_results(output)
 
     def on_request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """Return the parameters by which an engine reads the blocks of an ended request; None if they are not held."""
-        if self.kept_turns is not None:
-            self.kept_turns.stop_tracking(request.request_id)
-        unfilled = self.decode.unfilled.pop(request.request_id, {})
-        of_rooms = [room.on_request_finished(request, tables) for room in self.rooms]
-        if self.decode.on_request_finished(request):
+        params = None
+        is_loaded = not self.decode.on_request_finished(request)
+        if is_loaded:
+            params = self.prefill.on_request_finished(request, tables)
+        else:
             self.prefill.discard_request(request.request_id)
-            return None
-        params = self.prefill.on_request_finished(request, tables)
-        if params is None:
-            params = next((held for held in of_rooms if held is not None), None)
-        if params is None and self.kept_turns is not None:
-            params = self.kept_turns.hold_turn(request, tables, unfilled)
+        for room in self.context.rooms:
+            held = room.on_request_finished(request, tables if is_loaded and params is None else None)
+            params = held or params
         return params
 
     def take_stats(self) -> TransferStats | None:
@@ -209,5 +198,5 @@ def lease_gauges(leases: LeaseTable) -> dict[str, float]:
         "held_leases": usage.requests,
         "pinned_blocks": usage.blocks,
         "oldest_unread_seconds": usage.oldest_unread_seconds,
-        "held_answers": usage.kept_turns,
+        "held_answers": usage.expendable,
     }

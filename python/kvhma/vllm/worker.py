@@ -43,7 +43,7 @@ class KvhmaWorker:
         self._stop_seconds = settings.handshake_timeout + 1
         self._results = LoadResults(settings.case_folder)
         stats = self._results.stats
-        self._rooms = tuple(room(context, self._results) for room in find_rooms("worker"))
+        self._rooms = tuple(room(context, self._results) for room in find_rooms("worker", context.options))
         context = replace(context, rooms=self._rooms)
         self._engines = PrefillEngines(context, stats)
         self._device = context.device

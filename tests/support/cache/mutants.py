@@ -13,14 +13,12 @@ from kvhma.geometry import Group, Span
 from kvhma.vllm import connector as connector_module
 from kvhma.vllm import metadata as metadata_module
 from kvhma.vllm import scheduler as scheduler_module
-from kvhma.vllm.holds import kept_turns as kept_turns_module
 from kvhma.vllm.holds import prefill as prefill_module
-from kvhma.vllm.holds.kept_turns import KeptTurns
 from kvhma.vllm.internals import hit_each_group
 from kvhma.vllm.loads import decode as decode_module
 from kvhma.vllm.loads.decode import DecodeScheduler
-from kvhma.vllm.loads.load_machine import Purpose
 from kvhma.vllm.metadata import ReadCommand
+from kvhma.vllm.options.next_turns import scheduler as next_turns
 from kvhma.vllm.prompts import prompt_digests
 from kvhma.vllm.reads import read_steps
 from kvhma.vllm.scheduler import KvhmaScheduler
@@ -228,21 +226,21 @@ def any_prompt(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("the token that ends an answer is taken for computed", "full", "full+sliding", "full+state", into=TURN_MUTANTS)
 def one_more(patch: pytest.MonkeyPatch) -> None:
-    right = KeptTurns._tokens_written
-    patch.setattr(KeptTurns, "_tokens_written", lambda self, asked: min(right(self, asked) + 1, asked.num_tokens))
+    right = next_turns.Room._tokens_written
+    patch.setattr(next_turns.Room, "_tokens_written", lambda self, asked: min(right(self, asked) + 1, asked.num_tokens))
 
 
 @mutant("a state in the making is taken for that of the step before", "state", "full+state", into=TURN_MUTANTS)
 def state_in_flight(patch: pytest.MonkeyPatch) -> None:
-    def wrong(self: KeptTurns, asked: Any) -> int:
+    def wrong(self: next_turns.Room, asked: Any) -> int:
         return int(asked.num_computed_tokens - asked.num_in_flight_tokens)
 
-    patch.setattr(KeptTurns, "_tokens_written", wrong)
+    patch.setattr(next_turns.Room, "_tokens_written", wrong)
 
 
 @mutant("blocks that a load has not filled are named for the next turn", *WINDOWS, into=TURN_MUTANTS)
 def unfilled(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kept_turns_module, "filled_spans", lambda geometry, spans, unfilled: spans)
+    patch.setattr(next_turns, "filled_spans", lambda geometry, spans, unfilled: spans)
 
 
 @mutant("any part of an answer agrees", "full", "full+chunked", into=TURN_MUTANTS)
@@ -255,8 +253,7 @@ def no_check(patch: pytest.MonkeyPatch) -> None:
     right = DecodeScheduler._read_ended
 
     def wrong(self: DecodeScheduler, load: Any, *, failed: bool) -> None:
-        is_turn = load.purpose is Purpose.NEXT_TURN
-        load.attempt.rank_failed = load.attempt.rank_failed and not is_turn
-        right(self, load, failed=failed and not is_turn)
+        load.attempt.rank_failed = load.attempt.rank_failed and not load.is_optional
+        right(self, load, failed=failed and not load.is_optional)
 
     patch.setattr(DecodeScheduler, "_read_ended", wrong)

@@ -113,14 +113,21 @@ def check_items(config: VllmConfig, settings: Settings) -> None:
         )
 
 
-def check_options(config: VllmConfig) -> None:
-    """Refuse to start an engine that needs an option whose folder is absent.
+def options_of(config: VllmConfig, settings: Settings) -> tuple[str, ...]:
+    """Return the options that an engine has, in the order in which they are called.
 
     Raises:
-        SettingsError: the text names the setting and the option.
+        SettingsError: a setting asks for an option whose folder is absent.
     """
-    if config.observability_config.otlp_traces_endpoint is not None:
-        check_installed("spans", "otlp_traces_endpoint is set")
+    has_turns = settings.bidirectional_kv_xfer and not no_answers(config)
+    asked = {
+        "spans": "otlp_traces_endpoint is set" if config.observability_config.otlp_traces_endpoint else "",
+        "next_turns": "bidirectional_kv_xfer is True" if has_turns else "",
+    }
+    for option, asked_by in asked.items():
+        if asked_by:
+            check_installed(option, asked_by)
+    return tuple(option for option, asked_by in asked.items() if asked_by)
 
 
 def rank_info_of(config: VllmConfig) -> RankInfo:
@@ -312,7 +319,7 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
         drafted_state=caches.has_mamba_layers and _drafted_state(config),
         drafts=config.speculative_config is not None,
         max_model_len=config.model_config.max_model_len,
-        keeps_answers=settings.bidirectional_kv_xfer and not no_answers(config),
+        options=options_of(config, settings),
         positions_depend_on_items=config.model_config.uses_mrope,
         may_wait=may_wait(config),
         step_timeout=vllm.envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,

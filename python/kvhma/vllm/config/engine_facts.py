@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvhma.vllm.config.net_devices import is_loopback
+from kvhma.vllm.config.rooms import WITHOUT_SETTING
 from kvhma.vllm.device.slots import NO_SLOTS, SlotRanges
 from kvhma.vllm.wire.params import Address
 
@@ -29,7 +30,7 @@ class EngineFacts:
         drafted_state: whether decoding moves the state with the accepted drafts: to another slot, to later rows, or in
             a ring. Another engine finds the state only directly after the prompt.
         max_model_len: most tokens of a request.
-        keeps_answers: whether answers are held for the next turns of their conversations, and read.
+        options: that the engine has, if their folders are there.
         pcp_size: prefill context-parallel ranks.
         dcp_size: ranks that share the tokens of a cache.
         drafts: whether it decodes speculatively. Then a step's results may arrive before its drafts: vLLM 0.32 first
@@ -54,7 +55,7 @@ class EngineFacts:
     drafted_state: bool = False
     has_windows: bool = False
     max_model_len: int = 0
-    keeps_answers: bool = False
+    options: tuple[str, ...] = WITHOUT_SETTING
     pcp_size: int = 1
     dcp_size: int = 1
     drafts: bool = False

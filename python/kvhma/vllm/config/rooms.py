@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -11,17 +11,18 @@ from kvhma.errors import SettingsError
 
 _OPTIONS = "kvhma.vllm.options"
 
-ROOMS = ("spans",)
-"""The options, in the order in which they are called."""
+WITHOUT_SETTING = ("spans",)
+"""Options that each engine has if their folders are there, because requests ask for them."""
 
 
-def find_rooms(part: str) -> Iterator[Any]:
+def find_rooms(part: str, options: Sequence[str]) -> Iterator[Any]:
     """Yield the doors of the options that are installed, see :mod:`kvhma.vllm.options.doors`.
 
     Args:
         part: ``scheduler`` or ``worker``.
+        options: names of their folders.
     """
-    for option in ROOMS:
+    for option in options:
         name = f"{_OPTIONS}.{option}.{part}"
         try:
             yield import_module(name).Room

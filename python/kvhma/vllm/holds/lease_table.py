@@ -62,32 +62,13 @@ class LeaseEnd(enum.Enum):
     RESET = "reset"
     """The engine has reset its caches: its weights may be others now, or it has slept."""
 
-    KEPT_TURN_READ = "read_turn"
-    """It was a kept turn, and was read."""
-
-    KEPT_TURN_EXPIRED = "expired_turn"
-    """It was a kept turn, and no next turn read it in time."""
-
-    KEPT_TURN_EVICTED = "given_up_turn"
-    """It was a kept turn, and requests needed its blocks."""
-
-
-KEPT_TURN_ENDS = {
-    LeaseEnd.READ: LeaseEnd.KEPT_TURN_READ,
-    LeaseEnd.UNCLAIMED: LeaseEnd.KEPT_TURN_EXPIRED,
-    LeaseEnd.NOT_RENEWED: LeaseEnd.KEPT_TURN_EXPIRED,
-    LeaseEnd.UNREAD: LeaseEnd.KEPT_TURN_EXPIRED,
-    LeaseEnd.EVICTED: LeaseEnd.KEPT_TURN_EVICTED,
-    LeaseEnd.RESET: LeaseEnd.KEPT_TURN_EVICTED,
-}
-"""Why a kept turn left the table, by the reason for other requests."""
-
 
 class EndedLease(NamedTuple):
-    """A request that has left the table, and its blocks, which P must free."""
+    """A request that has left the table, its blocks, which P must free, and whether it was expendable."""
 
     key: LeaseKey
     blocks: Blocks
+    is_expendable: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +79,14 @@ class LeaseUsage:
         requests: number of held requests.
         blocks: number of held blocks; those of a shared prefix count once.
         oldest_unread_seconds: since the oldest request finished that no engine has claimed or read; 0 if there is no
-            such request. Kept turns do not count: a next turn may never come.
-        kept_turns: how many of the requests are kept turns.
+            such request. Expendable requests do not count: no reader may ever come.
+        expendable: how many of the requests are expendable.
     """
 
     requests: int
     blocks: int
     oldest_unread_seconds: float
-    kept_turns: int = 0
+    expendable: int = 0
 
 
 @dataclass(slots=True)
@@ -117,7 +98,7 @@ class _Held:
         blocks: ids of its blocks, each once, as in vLLM's tables.
         since: when it finished.
         expires: when its lease ends.
-        is_turn: whether it is a kept turn: held for the next turn of its chat.
+        is_expendable: whether it may be evicted at any time.
         readers: readers that have claimed it and not released it, and when each claim ends unless renewed.
         claimed: whether it ever had a reader.
         read: whether a reader has read it, or no longer needs it.
@@ -131,7 +112,7 @@ class _Held:
     blocks: Blocks
     since: float
     expires: float
-    is_turn: bool = False
+    is_expendable: bool = False
     readers: dict[int, float] = field(default_factory=dict)
     claimed: bool = False
     read: bool = False
@@ -175,8 +156,8 @@ class LeaseTable:
     Until then they are safe, unless P computes or hits as many other blocks as the bound. The front end decides how
     many requests a tenant may have.
 
-    **Kept turns**, which a decode engine holds for the next turn of a chat, are evicted before all other requests. They
-    may be evicted at any time, even while they are read: the reader computes what it cannot read.
+    **Expendable requests**, which an option holds, are evicted before all others. They may be evicted at any time, even
+    while they are read: the reader computes what it cannot read.
 
     Times are seconds of :func:`time.monotonic` in this process, which is P's clock. Only P decides how long a lease is.
 
@@ -212,7 +193,7 @@ class LeaseTable:
         digest: bytes,
         blocks: Sequence[int] | Blocks,
         *,
-        turn_seconds: float | None = None,
+        expendable_seconds: float | None = None,
     ) -> None:
         """Hold a request that has finished.
 
@@ -220,11 +201,12 @@ class LeaseTable:
             key: of its lease, with a new generation.
             digest: of the parameters that P returns for it.
             blocks: ids of the blocks that P holds for it, each once, in any order.
-            turn_seconds: for a kept turn, how long to hold it unless it is claimed; None for one lease.
+            expendable_seconds: how long to hold an expendable request unless it is claimed; None for any other, which
+                P holds for one lease.
         """
         now = time.monotonic()
-        seconds = self._lease if turn_seconds is None else turn_seconds
-        held = _Held(digest, np.asarray(blocks, np.int64), now, now + seconds, turn_seconds is not None)
+        seconds = self._lease if expendable_seconds is None else expendable_seconds
+        held = _Held(digest, np.asarray(blocks, np.int64), now, now + seconds, expendable_seconds is not None)
         mark = mark_of(key, digest)
         with self._lock:
             held.place = self._boards.show_mark(mark)
@@ -238,22 +220,22 @@ class LeaseTable:
         if bound is None or self._without_reader.used <= bound:
             return
         unread = [(key, held) for key, held in self._held.items() if not held.readers and key != spared]
-        unread.sort(key=lambda item: not item[1].is_turn)
+        unread.sort(key=lambda item: not item[1].is_expendable)
         for key, held in unread:
             if self._without_reader.has_own(held.blocks):  # otherwise newer requests hold the same blocks
                 self._end_lease(key, LeaseEnd.EVICTED)
             if self._without_reader.used <= bound:
                 return
 
-    def kept_turns(self) -> list[tuple[LeaseKey, Blocks]]:
-        """Return the kept turns and their blocks in the order of eviction: the oldest first, those being read last."""
+    def expendable(self) -> list[tuple[LeaseKey, Blocks]]:
+        """Return the expendable requests and their blocks as they are evicted: the oldest first, those read last."""
         with self._lock:
-            found = [(key, held) for key, held in self._held.items() if held.is_turn]
+            found = [(key, held) for key, held in self._held.items() if held.is_expendable]
         found.sort(key=lambda item: bool(item[1].readers))
         return [(key, held.blocks) for key, held in found]
 
     def evict(self, key: LeaseKey) -> None:
-        """Evict a kept turn, even while it is read."""
+        """Evict an expendable request, even while it is read."""
         with self._lock:
             if key in self._held:
                 self._end_lease(key, LeaseEnd.EVICTED)
@@ -368,7 +350,7 @@ class LeaseTable:
         if not held.readers:
             self._without_reader.remove(held.blocks)
         why = LeaseEnd.READ if held.read else why
-        self._ended.setdefault(KEPT_TURN_ENDS[why] if held.is_turn else why, []).append(EndedLease(key, held.blocks))
+        self._ended.setdefault(why, []).append(EndedLease(key, held.blocks, held.is_expendable))
         del self._held[key]  # last: if it were in neither table, `is_empty` could let the engine sleep
         self._has_ended.notify()
 
@@ -418,9 +400,10 @@ class LeaseTable:
         """Return what P holds now."""
         now = time.monotonic()
         with self._lock:
-            unread = (held.since for held in self._held.values() if not (held.readers or held.read or held.is_turn))
-            turns = sum(held.is_turn for held in self._held.values())
-            return LeaseUsage(len(self._held), self._held_blocks.used, now - next(unread, now), turns)
+            needed = (held for held in self._held.values() if not (held.readers or held.read or held.is_expendable))
+            oldest = next((held.since for held in needed), now)
+            expendable = sum(held.is_expendable for held in self._held.values())
+            return LeaseUsage(len(self._held), self._held_blocks.used, now - oldest, expendable)
 
     def __len__(self) -> int:
         return len(self._held)

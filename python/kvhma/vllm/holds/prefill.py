@@ -15,7 +15,7 @@ from kvhma.planning import live_spans
 from kvhma.vllm.device.slots import Slots
 from kvhma.vllm.holds.held_blocks import free_blocks, hold_blocks
 from kvhma.vllm.holds.lease_boards import LeaseBoards
-from kvhma.vllm.holds.lease_table import KEPT_TURN_ENDS, EndedLease, LeaseEnd
+from kvhma.vllm.holds.lease_table import EndedLease, LeaseEnd
 from kvhma.vllm.holds.prefill_digests import PrefillDigests
 from kvhma.vllm.holds.scheduler_context import SchedulerContext
 from kvhma.vllm.holds.settling import SettlingRequests
@@ -155,7 +155,13 @@ class PrefillScheduler:
     def _free_ended(self, ended: Mapping[LeaseEnd, Sequence[EndedLease]]) -> None:
         """Free the blocks of requests whose lease has ended; count and log those that were not read."""
         stats, manager = self._context.stats, self._context.manager
-        for why, leases in ended.items():
+        for why, all_leases in ended.items():
+            leases = [lease for lease in all_leases if not lease.is_expendable]
+            if expendable := len(all_leases) - len(leases):
+                for room in self._context.rooms:
+                    room.on_expendable_ended(why, expendable)
+            if not leases:
+                continue
             if text := _UNREAD.get(why):
                 stats.count("expired", len(leases), label=why.value)
                 logger.warning(
@@ -168,9 +174,7 @@ class PrefillScheduler:
                     "allows (%d requests: %s)",
                     *_some(leases),
                 )
-            elif why in KEPT_TURN_ENDS.values():
-                stats.count("answers", len(leases), label=why.value.removesuffix("_turn").replace("_", " "))
-        for key, blocks in itertools.chain.from_iterable(ended.values()):
+        for key, blocks, _ in itertools.chain.from_iterable(ended.values()):
             self._slots.release_slots(self._slots_held.pop(key, ()))
             self.digests.on_lease_ended(key)
             if manager is not None:
@@ -349,4 +353,4 @@ class PrefillScheduler:
 def _some(ended: Sequence[EndedLease]) -> tuple[int, str]:
     """Return how many requests there are, and the first of their names; clients may have chosen these."""
     more = ", ..." if len(ended) > _MAX_NAMES else ""
-    return len(ended), ", ".join(key.request_id for key, _ in ended[:_MAX_NAMES]) + more
+    return len(ended), ", ".join(key.request_id for key, *_ in ended[:_MAX_NAMES]) + more

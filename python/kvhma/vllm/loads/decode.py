@@ -21,7 +21,7 @@ from kvhma.vllm.loads.decode_digests import DecodeDigests
 from kvhma.vllm.loads.failed_loads import FailedLoads
 from kvhma.vllm.loads.following import FollowedLoad, FollowedLoads
 from kvhma.vllm.loads.lease_renewer import LeaseRenewer
-from kvhma.vllm.loads.load_machine import End, Load, LoadEffect, LoadEvent, Loads, LoadState, Purpose
+from kvhma.vllm.loads.load_machine import End, Load, LoadEffect, LoadEvent, Loads, LoadState
 from kvhma.vllm.loads.prefix_cache import hit_blocks
 from kvhma.vllm.loads.received_params import ReceivedParams
 from kvhma.vllm.metadata import ReadCommand, StepMetadata, WorkerReport, merge_first_tokens
@@ -83,8 +83,6 @@ class DecodeScheduler:
 
     Attributes:
         pending: loads that have not ended, by request.
-        unfilled: by loaded request and index of the group, the first filled token, if a group's first blocks are not
-            filled from their start. Only if this engine holds turns.
         renewer: renews and releases leases.
         failed: requests whose load has failed, until vLLM gives them blocks again.
     """
@@ -98,7 +96,6 @@ class DecodeScheduler:
         self._loads = Loads()
         self.pending = self._loads.by_id
         self._digests = DecodeDigests(context)
-        self.unfilled: dict[str, dict[int, int]] = {}
         self._shared: Recent[LeaseKey, bool] = Recent(_KEYS_REMEMBERED)
         """Whether a request at P has, or may have, more than one reader here."""
         self._metadata = StepMetadata()
@@ -120,17 +117,23 @@ class DecodeScheduler:
         else:
             self._add_ticket(load, params)
 
-    def add_next_turn(self, request: Request, params: dict[str, Any]) -> None:
-        """Add a request that this engine prefills, and whose last turn another engine may hold."""
-        load = Load(request, purpose=Purpose.NEXT_TURN)
+    def add_optional(self, request: Request, read: Callable[[], PrefillParams], min_tokens: int) -> None:
+        """Add a request that this engine prefills, and whose beginning another engine may hold.
+
+        Args:
+            request: the request.
+            read: returns what the other engine holds, or raises a `KvhmaError`.
+            min_tokens: fewer tokens are not loaded, because computing them is as fast.
+        """
+        load = Load(request, is_optional=True, min_tokens=min_tokens)
         try:
-            remote = self._received.read_of_last_turn(request, params)
+            remote = self._received.check_optional(read())
         except KvhmaError as error:
             reason = "other_prompt" if isinstance(error, OtherPromptError) else "refused"
             self._fall_back(load, reason, str(error))
             return
         load.remote, load.num_tokens = remote, remote.num_tokens
-        self._move(load, LoadEvent.LAST_TURN)
+        self._move(load, LoadEvent.OPTIONAL)
 
     def refuse_request(self, request: Request, text: str) -> None:
         """Add a request that cannot be loaded."""
@@ -304,14 +307,14 @@ class DecodeScheduler:
             self._move(load, LoadEvent.HELD)
         if not held:
             reason, text = "late_reader", "P no longer holds it: other readers have read it, and its lease has ended"
-            if load.purpose is Purpose.NEXT_TURN and load.remote is not None:
-                text = f"{load.remote.address} no longer holds the last turn's answer, or does not reply"
+            if load.is_optional and load.remote is not None:
+                text = f"{load.remote.address} no longer holds its beginning, or does not reply"
         elif self.failed.waited_too_long_for_blocks(load):
             reason = "no_room"
             text = "it waits for blocks that this engine holds for readers, and they may wait for blocks that it claims"
             if load.state is LoadState.RETRYING:
                 text = "its load has failed, and there are not enough free blocks to retry"
-        elif load.purpose is Purpose.NEXT_TURN and self._is_short(load, local):
+        elif load.is_optional and self._is_short(load, local):
             self._move(load, LoadEvent.NOTHING_TO_LOAD)
             return _NOTHING
         elif load.num_tokens > local or not self._would_compute_items(load.request, local):
@@ -334,10 +337,9 @@ class DecodeScheduler:
 
     def _is_short(self, load: Load, local: int) -> bool:
         """Return whether so few tokens would be read that computing them is as fast."""
-        threshold = self._context.settings.kv_recompute_threshold
-        if load.num_tokens - local >= threshold:
+        if load.num_tokens - local >= load.min_tokens:
             return False
-        return load.num_tokens - self._hit_without_load(load.request, local) < threshold
+        return load.num_tokens - self._hit_without_load(load.request, local) < load.min_tokens
 
     def _hit_without_load(self, request: Request, local: int) -> int:
         """Return how many tokens vLLM would not compute if nothing is loaded: `local` is only full attention's hit."""
@@ -353,7 +355,7 @@ class DecodeScheduler:
         held = self.renewer.is_held(load.remote.address, load.remote.claim(load.reader))
         if held is None and time.monotonic() - load.since >= self._context.settings.handshake_timeout:
             # D's read will fail if P does not reply, and kv_load_failure_policy decides. A prefill computes instead.
-            return load.purpose is Purpose.DECODE
+            return not load.is_optional
         return held
 
     # --- Blocks and reads ---------------------------------------------------------------------------------------
@@ -406,7 +408,7 @@ class DecodeScheduler:
             cached=load.num_tokens - external,
             spans=tuple(spans),
             outcome=self._outcome(remote),
-            optional=load.purpose is Purpose.NEXT_TURN,
+            optional=load.is_optional,
         )
 
     # --- Tickets ------------------------------------------------------------------------------------------------
@@ -519,7 +521,7 @@ class DecodeScheduler:
         """Act on a read that has ended on all ranks; `failed`: whether vLLM knows it as failed."""
         attempt, recompute = load.attempt, self._context.engine.recompute
         assert attempt is not None  # noqa: S101
-        if load.purpose is Purpose.NEXT_TURN:
+        if load.is_optional:
             failed = failed or attempt.rank_failed
             # A block that is not filled from its start cannot be handed off: D would lack a part of the window.
             if load.end is None and (failed or attempt.first_tokens):
@@ -538,9 +540,9 @@ class DecodeScheduler:
         self._move(load, event)
 
     def _recompute(self, load: Load, reason: str) -> None:
-        """Make vLLM compute the prompt of a next turn, for any ``kv_load_failure_policy``."""
+        """Make vLLM compute the prompt of an optional load, for any ``kv_load_failure_policy``."""
         request = load.request
-        self._compute_locally(load.request_id, reason, "the last turn's answer could not be read completely")
+        self._compute_locally(load.request_id, reason, "what another engine holds of it could not be read completely")
         if self._context.manager is not None:
             recompute_prompt(self._context.manager, request)
             self.failed.on_load_failed(load.request_id)
@@ -550,8 +552,6 @@ class DecodeScheduler:
         if self._context.manager is not None:
             for group, token in first_tokens.items():
                 mark_uncacheable(self._context.manager, request_id, self._context.engine.transfer_groups[group], token)
-            if first_tokens and self._context.engine.keeps_answers:
-                self.unfilled[request_id] = dict(first_tokens)
 
     def on_request_finished(self, request: Request) -> bool:
         """Note that a request has ended; return whether it had a load."""
@@ -584,7 +584,7 @@ class DecodeScheduler:
 
     def _is_computed_instead(self, load: Load) -> bool:
         """Return whether D computes a prompt that it cannot load; if not, the request fails."""
-        return self._context.engine.recompute or load.purpose is Purpose.NEXT_TURN
+        return self._context.engine.recompute or load.is_optional
 
     def _compute_unread(self, load: Load) -> None:
         """Leave a prompt to vLLM, which computes it anyway because its log-probabilities are asked for."""

@@ -72,7 +72,7 @@ class LoadEvent(enum.Enum):
 
     PARAMS = "the request has parameters of what P holds"
     TICKET = "the request has a ticket"
-    LAST_TURN = "this engine prefills it, and P may hold the beginning"
+    OPTIONAL = "this engine prefills it, and P may hold the beginning"
     SAME_PROMPT = "P has computed the same prompt"
     SHARED = "other requests read the same blocks"
     HELD = "P holds the blocks, or does not answer"
@@ -120,7 +120,7 @@ _S, _E, _F = LoadState, LoadEvent, LoadEffect
 TABLE: Mapping[tuple[LoadState, LoadEvent], tuple[LoadState, tuple[LoadEffect, ...]]] = {
     (_S.NEW, _E.PARAMS): (_S.COMPARING, ()),
     (_S.NEW, _E.TICKET): (_S.FOLLOWING, ()),
-    (_S.NEW, _E.LAST_TURN): (_S.ASKING, (_F.CLAIM,)),
+    (_S.NEW, _E.OPTIONAL): (_S.ASKING, (_F.CLAIM,)),
     (_S.NEW, _E.LOCAL): (_S.LOCAL, (_F.COMPUTE_LOCALLY,)),
     (_S.NEW, _E.REFUSED): (_S.REFUSED, ()),
     (_S.NEW, _E.NOTHING_TO_LOAD): (_S.GONE, ()),
@@ -189,14 +189,6 @@ _COMPARED = (LoadState.COMPARING,)
 _MAY_BE_CLAIMED = (LoadState.WAITING, LoadState.LOADING, LoadState.RETRYING)
 
 
-class Purpose(enum.Enum):
-    """What the engine does with a request after it is loaded."""
-
-    DECODE = enum.auto()
-    NEXT_TURN = enum.auto()
-    """It prefills the request for another engine, and computes what it cannot read of the turn before."""
-
-
 class End(enum.Enum):
     """How a request has ended before its load has."""
 
@@ -228,7 +220,8 @@ class Load:
     Attributes:
         request: vLLM's.
         state: see `TABLE`; only `Loads.apply` changes it.
-        purpose: what the request is loaded for.
+        is_optional: whether this engine prefills the request, and computes what it cannot load.
+        min_tokens: fewer tokens than these are computed; 0 unless it is optional.
         remote: what P said of it; None if nothing that can be read.
         followed: how it is followed while P computes its prompt; None if it is not.
         refusal: why it cannot be loaded, or is computed here; None otherwise.
@@ -245,7 +238,8 @@ class Load:
 
     request: Request
     state: LoadState = LoadState.NEW
-    purpose: Purpose = Purpose.DECODE
+    is_optional: bool = False
+    min_tokens: int = 0
     remote: PrefillParams | None = None
     followed: FollowedLoad | None = None
     refusal: Failure | None = None
@@ -266,7 +260,7 @@ class Load:
     @property
     def must_be_confirmed(self) -> bool:
         """Whether P has to say that it holds the blocks before they are loaded: it may have freed them long ago."""
-        return self.is_shared or self.purpose is Purpose.NEXT_TURN
+        return self.is_shared or self.is_optional
 
     def begin_attempt(self) -> None:
         """Count a read that is about to be ordered."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvhma.errors import RequestError
-from kvhma.vllm.holds.kept_turns import readable_part
 from kvhma.vllm.holds.scheduler_context import SchedulerContext
 from kvhma.vllm.wire.params import Address, PrefillParams, leads_back
 from kvhma.vllm.wire.tickets import TICKET, Ticket, read_ticket
@@ -44,12 +43,9 @@ class ReceivedParams:
         """Return the parameters that P has handed off to the follower of a ticket, as D uses them."""
         return self.as_used(self._signed(params, num_prompt_tokens))
 
-    def read_of_last_turn(self, request: Request, params: dict[str, Any]) -> PrefillParams:
-        """Return what another engine may hold of the last turn of this request."""
-        remote = readable_part(self._context, request, params)
+    def check_optional(self, remote: PrefillParams) -> PrefillParams:
+        """Return parameters that an option has read, with a lease within bounds."""
         self._check_source(remote.address, remote.engine_id)
-        if remote.engine_id == self._context.engine.engine_id:
-            raise RequestError("this engine itself holds the last turn's answer")
         return _bounded(remote)
 
     def read_ticket(self, params: Mapping[str, Any]) -> Ticket:

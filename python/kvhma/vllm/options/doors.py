@@ -12,7 +12,8 @@ What an option sends between the two processes is in the `extras` of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import enum
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,11 +30,37 @@ class SchedulerDoor:
         """Note a new request that has ``kv_transfer_params``; return whether the option handles it alone."""
         return False
 
+    def on_blocks_wanted(self, request: Request) -> None:
+        """Note that vLLM is about to look for blocks for a waiting request."""
+
+    def on_blocks_allocated(self, request: Request) -> None:
+        """Note that vLLM has found blocks for a request."""
+
     def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
         """Add the option's commands to those of a step, or change them."""
 
-    def on_request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
-        """Note the end of a request; return its ``kv_transfer_params`` if the option holds the blocks of `tables`."""
+    def on_request_loaded(self, request_id: str, first_tokens: Mapping[int, int]) -> None:
+        """Note that a request was loaded; `first_tokens` as in :class:`kvhma.vllm.metadata.WorkerReport`."""
+
+    def on_request_finished(self, request: Request, tables: Sequence[Sequence[int]] | None) -> dict[str, Any] | None:
+        """Note the end of a request; return its ``kv_transfer_params`` if the option holds its blocks.
+
+        `tables` are the blocks; None if the option must not hold them.
+        """
+
+    def make_room(self) -> bool:
+        """Free blocks for a running request that lacks some; return whether the next step has more."""
+        return False
+
+    def on_expendable_ended(self, why: enum.Enum, count: int) -> None:
+        """Note that so many leases of expendable requests have ended, and why: a `LeaseEnd`."""
+
+    def needs_step(self) -> bool:
+        """Return whether vLLM must make a step with nothing to compute."""
+        return False
+
+    def reset_cache(self) -> None:
+        """Note that the caches are about to be reset: the leases of all requests end."""
 
     def close(self) -> None:
         """Stop the option's threads."""

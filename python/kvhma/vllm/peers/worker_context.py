@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from kvhma.geometry import Geometry
 from kvhma.nixl import Agent
 from kvhma.vllm.config.identity import ModelIdentity
+from kvhma.vllm.config.rooms import WITHOUT_SETTING
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.device.cache_device import HOST, CacheDevice
 from kvhma.vllm.options.doors import WorkerDoor
@@ -33,7 +34,8 @@ class WorkerContext:
         proof_key: for questions whose answers need a proof.
         cp_tp_size: number of neighbouring tensor-parallel ranks that share the tokens of a cache.
         board: of this worker, registered with the agent; None without a lease board.
-        rooms: its options.
+        options: that the engine has, if their folders are there.
+        rooms: the options.
     """
 
     settings: Settings
@@ -48,4 +50,5 @@ class WorkerContext:
     proof_key: ProofKey = field(default_factory=ProofKey)
     cp_tp_size: int = 1
     board: LeaseBoard | None = None
+    options: tuple[str, ...] = WITHOUT_SETTING
     rooms: tuple[WorkerDoor, ...] = ()

@@ -59,7 +59,7 @@ class Room(SchedulerDoor):
                 metadata.loads[index] = command.with_extra("spans", trace)
                 self._traced[command.request_id] = parent, None
 
-    def on_request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
+    def on_request_finished(self, request: Request, tables: Sequence[Sequence[int]] | None) -> None:
         """Drop the trace of a request."""
         self._traced.pop(request.request_id, None)
 

@@ -11,19 +11,21 @@ blocks, or when P has read it. P asks D first, and computes what D does not hold
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import enum
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvhma._kvhma import first_entries
-from kvhma.errors import KvhmaError, OtherPromptError
+from kvhma.errors import KvhmaError, OtherPromptError, RequestError
 from kvhma.geometry import Geometry, Span
 from kvhma.planning import live_spans
 from kvhma.vllm.holds.engine_loop import STEPS_UNDER_WAY
 from kvhma.vllm.holds.held_blocks import hold_blocks
-from kvhma.vllm.holds.lease_table import Blocks
-from kvhma.vllm.holds.prefill import FINISHED_WELL, PrefillScheduler
+from kvhma.vllm.holds.lease_table import Blocks, LeaseEnd
+from kvhma.vllm.holds.prefill import FINISHED_WELL
 from kvhma.vllm.holds.scheduler_context import SchedulerContext
+from kvhma.vllm.options.doors import SchedulerDoor
 from kvhma.vllm.prompts.prompt import is_sample
 from kvhma.vllm.wire.params import LeaseKey, PrefillParams, Prefix
 from kvhma.vllm.wire.peer_log import logger
@@ -31,6 +33,9 @@ from kvhma.vllm.wire.peer_log import logger
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+    from kvhma.vllm.metadata import StepMetadata
+    from kvhma.vllm.scheduler import KvhmaScheduler
 
 _MAX_PREFIXES = 16
 _PREFIX_TOKENS = 64
@@ -57,13 +62,18 @@ class _SettlingTurn:
     step: int
 
 
-class KeptTurns:
-    """D's part: holds finished turns, and evicts them when their blocks are needed."""
+_ENDS: dict[enum.Enum, str] = {LeaseEnd.READ: "read", LeaseEnd.EVICTED: "evicted", LeaseEnd.RESET: "evicted"}
+"""Labels of the counter of kept turns, by why they ended; the others have expired."""
 
-    def __init__(self, context: SchedulerContext, prefill: PrefillScheduler) -> None:
-        """Start without turns; `prefill` describes them as it does prompts."""
-        self._context = context
-        self._prefill = prefill
+
+class Room(SchedulerDoor):
+    """D holds finished turns, and evicts them when their blocks are needed. P reads them."""
+
+    def __init__(self, core: KvhmaScheduler) -> None:
+        """Start without turns."""
+        self._context = core.context
+        self._prefill = core.prefill
+        self._decode = core.decode
         self._settling: list[_SettlingTurn] = []
         self._steps = 0
         """Steps that were built."""
@@ -72,20 +82,36 @@ class KeptTurns:
         self._placed: dict[str, Request] = {}
         self._loaded: dict[str, Request] = {}
         """Requests with blocks, and those of them whose load has ended and that no step has scheduled since."""
+        self._unfilled: dict[str, Mapping[int, int]] = {}
+        """The first filled token of each group whose first blocks a request's load has not filled."""
 
-    def hold_turn(
-        self, request: Request, tables: Sequence[Sequence[int]], unfilled: Mapping[int, int]
-    ) -> dict[str, Any] | None:
+    def on_request_added(self, request: Request, params: dict[str, Any]) -> bool:
+        """Load what another engine holds of the last turn of a request that this engine prefills."""
+        if not params.get("do_remote_prefill") and params.get("kvhma") is not None:
+            threshold = self._context.settings.kv_recompute_threshold
+            self._decode.add_optional(request, lambda: self._read_last_turn(request, params), threshold)
+        return False
+
+    def _read_last_turn(self, request: Request, params: Mapping[str, Any]) -> PrefillParams:
+        """Return what another engine may hold of the last turn of a request."""
+        remote = readable_part(self._context, request, params)
+        if remote.engine_id == self._context.engine.engine_id:
+            raise RequestError("this engine itself holds the last turn's answer")
+        return remote
+
+    def on_request_finished(self, request: Request, tables: Sequence[Sequence[int]] | None) -> dict[str, Any] | None:
         """Hold the blocks of a turn.
-
-        Args:
-            request: the request that has ended.
-            tables: its block tables.
-            unfilled: the first filled token of each group whose first blocks the load has not filled.
 
         Returns:
             ``kv_transfer_params`` for the prefill of the next turn; None if D does not hold the blocks.
         """
+        self._stop_tracking(request.request_id)
+        unfilled = self._unfilled.pop(request.request_id, {})
+        return None if tables is None else self._hold_turn(request, tables, unfilled)
+
+    def _hold_turn(
+        self, request: Request, tables: Sequence[Sequence[int]], unfilled: Mapping[int, int]
+    ) -> dict[str, Any] | None:
         geometry, manager, asked = self._context.geometry, self._context.manager, request.kv_transfer_params
         if not isinstance(asked, dict) or not asked.get("do_remote_prefill") or geometry is None or manager is None:
             return None
@@ -130,7 +156,7 @@ class KeptTurns:
 
     def _hold(self, key: LeaseKey, digest: bytes, blocks: Blocks) -> None:
         seconds = self._context.settings.decoder_kv_blocks_ttl
-        self._context.leases.hold(key, digest, blocks, turn_seconds=seconds)
+        self._context.leases.hold(key, digest, blocks, expendable_seconds=seconds)
 
     def _tokens_written(self, request: Request) -> int:
         """Return for how many first tokens of a request its caches are right; 0 if that is not known.
@@ -179,33 +205,36 @@ class KeptTurns:
         self._unplaced = None
         self._placed[request.request_id] = request
 
-    def on_requests_loaded(self, request_ids: Set[str]) -> None:
-        """Note which loads have ended. vLLM does not ask about these requests again before it schedules them."""
-        self._loaded |= {name: self._placed[name] for name in request_ids & self._placed.keys()}
+    def on_request_loaded(self, request_id: str, first_tokens: Mapping[int, int]) -> None:
+        """Note that a load has ended. vLLM does not ask about its request again before it schedules it."""
+        if request_id in self._placed:
+            self._loaded[request_id] = self._placed[request_id]
+        if first_tokens:
+            self._unfilled[request_id] = first_tokens
 
-    def stop_tracking(self, request_id: str) -> None:
+    def _stop_tracking(self, request_id: str) -> None:
         """Drop what is known of a request that has ended or is scheduled."""
         self._placed.pop(request_id, None)
         self._loaded.pop(request_id, None)
 
-    @property
-    def is_settling(self) -> bool:
-        """Whether a step in flight may still write to a turn that D will hold."""
+    def needs_step(self) -> bool:
+        """Return whether a step in flight may still write to a turn that D will hold."""
         return bool(self._settling)
 
-    def end_settling(self) -> None:
+    def reset_cache(self) -> None:
         """Hold every turn that may still be written to: its lease ends with all others, and no engine reads it."""
         for turn in self._settling:
             self._hold(turn.key, turn.digest, turn.blocks)
         self._settling.clear()
 
-    def on_step(self, output: SchedulerOutput, *, freed: bool) -> None:
-        """Evict kept turns if requests lack blocks; `freed`: blocks were freed after vLLM last looked for some."""
+    def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
+        """Evict kept turns if requests lack blocks."""
+        freed = self._prefill.free_ended_leases()  # after vLLM last looked for blocks
         self._steps += 1
         if self._settling:
             self._hold_settled()
         for name in output.num_scheduled_tokens:
-            self.stop_tracking(name)
+            self._stop_tracking(name)
         request, self._unplaced = self._unplaced, None
         if request is not None:
             self._evict(max(0 if freed else 1, self._blocks_lacking(request)))  # vLLM found too few for it
@@ -218,6 +247,10 @@ class KeptTurns:
         """Evict some kept turns; return whether there were any."""
         return self._evict(self._room)
 
+    def on_expendable_ended(self, why: enum.Enum, count: int) -> None:
+        """Count what became of kept turns."""
+        self._context.stats.count("answers", count, label=_ENDS.get(why, "expired"))
+
     @property
     def _room(self) -> int:
         manager = self._context.manager
@@ -228,7 +261,7 @@ class KeptTurns:
         manager = self._context.manager
         if manager is None or blocks <= 0:
             return False
-        turns, pool = self._context.leases.kept_turns(), manager.block_pool.blocks
+        turns, pool = self._context.leases.expendable(), manager.block_pool.blocks
         for key, held in turns:
             if blocks <= 0:
                 break
