@@ -450,6 +450,22 @@ def test_windows_with_blocks_of_other_sizes(make, ours, theirs):
         assert told == {}
 
 
+def test_a_turn_names_no_block_that_a_load_has_not_filled(make, monkeypatch):
+    loaded, note = [], Room.on_request_loaded
+
+    def noted(self, request_id, first_tokens):
+        loaded.append(first_tokens)
+        note(self, request_id, first_tokens)
+
+    monkeypatch.setattr(Room, "on_request_loaded", noted)
+    chat = make("full+sliding", p=windows(16), d=windows(64))
+    for length in range(200, 264, 7):
+        _, params = chat.turn(chat.words(length))
+        named = params and params["kvhma"]["spans"]
+        assert not named or all(64 * named[group][0] >= token for group, token in loaded[-1].items())
+    assert any(loaded), "the first block of a window was filled in part"
+
+
 def another_d_after(length):
     """Read a turn from a D with blocks of 16, and hand off the next one to a D with blocks of 64."""
     chat = Chat("full+sliding", p=windows(64), d=windows(16))

@@ -116,7 +116,7 @@ def test_what_is_not_trusted(p, d, what):
         given = [feature("one", length=12), feature("two", offset=32, length=12)]
     if what in ("compares", "p compares"):
         compares = p if what == "p compares" else d
-        compares.context.settings = replace(compares.context.settings, mm_items="compare")
+        compares.context.rooms = ()
     request = asked("r", handed_over(p, feature()), *given, tokens=tokens, salt="tenant" if what == "salt" else None)
     d.on_request_added(request)
     assert d.matched_tokens(request, 0) == (1, True)
@@ -201,7 +201,7 @@ def test_one_that_is_preempted_is_not_computed_from_its_placeholder(p, d, hit):
         d.on_worker_results(output(["r"], ["r"], {}))
     request.status = RequestStatus.FINISHED_LENGTH_CAPPED
     d.on_request_finished(request, tables(d))
-    assert d.decode._items_end == {}
+    assert d.context.rooms[-1]._ends == {}
 
 
 def test_items_of_a_prompt_that_must_not_read_the_cache(p, d):
@@ -266,7 +266,7 @@ def test_workers_hear_of_no_items(p, d):
 def test_p_names_its_items_only_if_they_are_trusted(p):
     assert handed_over(p, feature())["kvhma"]["items"] == [[CAT, "image", 20, 24, SHAPE]]
     assert "items" not in handed_over(p)["kvhma"]
-    p.context.settings = Settings()
+    p.context.rooms = ()
     assert "items" not in handed_over(p, feature())["kvhma"]
 
 

@@ -11,6 +11,7 @@ from vllm.v1.core.block_pool import BlockPool
 from kvhma import Geometry
 from kvhma.nixl import encode_handshake
 from kvhma.vllm.config.engine_facts import EngineFacts
+from kvhma.vllm.config.rooms import WITHOUT_SETTING
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.device.slots import NO_SLOTS
 from kvhma.vllm.metadata import LocalWorkerIdentity, WorkerReport
@@ -61,6 +62,7 @@ def scheduler(
         staging=staging,
         transfer_groups=tuple(range(len(geometry.groups))),
         may_wait=may_wait,
+        options=(*WITHOUT_SETTING, *(["pictures"] if more.get("mm_items") == "trust_prefill" else [])),
     )
     settings = Settings(kv_lease_duration=lease, handshake_timeout=0.5, **more)
     made = KvhmaScheduler(settings, secrets if isinstance(secrets, Secrets) else Secrets(secrets), facts)

@@ -123,6 +123,7 @@ def options_of(config: VllmConfig, settings: Settings) -> tuple[str, ...]:
     asked = {
         "spans": "otlp_traces_endpoint is set" if config.observability_config.otlp_traces_endpoint else "",
         "next_turns": "bidirectional_kv_xfer is True" if has_turns else "",
+        "pictures": f"mm_items is {settings.mm_items!r}" if settings.trusts_items else "",
     }
     for option, asked_by in asked.items():
         if asked_by:

@@ -22,7 +22,6 @@ from kvhma.vllm.holds.settling import SettlingRequests
 from kvhma.vllm.internals import shorten_prompt
 from kvhma.vllm.metadata import LocalWorkerIdentity, StepMetadata
 from kvhma.vllm.peers.server import Listener, LocalEngine
-from kvhma.vllm.prompts.items import items_of
 from kvhma.vllm.wire import peer_log
 from kvhma.vllm.wire.params import Incarnation, LeaseClaim, LeaseKey, PrefillParams, random_id
 
@@ -230,9 +229,10 @@ class PrefillScheduler:
         spans = None if tokens is None else self._spans_to_hand_off(request.request_id, tokens, tables, geometry)
         if tokens is None or spans is None:
             return None
-        shapes = self._context.engine.positions_depend_on_items
-        items = items_of(request, tokens, shapes=shapes) if self._context.settings.trusts_items else ()
-        return self.describe_request(request, tokens, spans)._replace(items=items)
+        remote = self.describe_request(request, tokens, spans)
+        for room in self._context.rooms:
+            remote = room.on_hand_off(request, remote)
+        return remote
 
     def describe_request(self, request: Request, tokens: int, spans: Sequence[Span]) -> PrefillParams:
         """Return the parameters of a request, with a new lease key."""

@@ -16,7 +16,7 @@ from kvhma.geometry import Span
 from kvhma.planning import live_entries
 from kvhma.vllm.failures import Failure
 from kvhma.vllm.holds.scheduler_context import SchedulerContext
-from kvhma.vllm.internals import allow_prefix_cache, mark_uncacheable, recompute_prompt
+from kvhma.vllm.internals import mark_uncacheable, recompute_prompt
 from kvhma.vllm.loads.decode_digests import DecodeDigests
 from kvhma.vllm.loads.failed_loads import FailedLoads
 from kvhma.vllm.loads.following import FollowedLoad, FollowedLoads
@@ -25,7 +25,6 @@ from kvhma.vllm.loads.load_machine import End, Load, LoadEffect, LoadEvent, Load
 from kvhma.vllm.loads.prefix_cache import hit_blocks
 from kvhma.vllm.loads.received_params import ReceivedParams
 from kvhma.vllm.metadata import ReadCommand, StepMetadata, WorkerReport, merge_first_tokens
-from kvhma.vllm.prompts.items import adopt_items
 from kvhma.vllm.prompts.prompt import is_sample
 from kvhma.vllm.recent import Recent
 from kvhma.vllm.wire.messages import Outcome
@@ -55,8 +54,6 @@ _DIGEST_SECONDS = 5e-3
 
 _KEYS_REMEMBERED = 4096
 """Requests at P that D remembers, to recognize one that it reads again."""
-
-_ITEMS_LOST = "only P has seen its multimodal items, and the prefix cache has lost part of what was loaded of them"
 
 _TICKET_ENDS = {
     LoadEffect.TICKET_HANDED_OFF: "handed_over",
@@ -100,8 +97,6 @@ class DecodeScheduler:
         """Whether a request at P has, or may have, more than one reader here."""
         self._metadata = StepMetadata()
         self.failed = FailedLoads(context)
-        self._items_end: dict[str, int] = {}
-        """Where the last multimodal item ends that only P has seen, by request."""
 
     def close(self) -> None:
         """Wait a moment for replies of P."""
@@ -157,16 +152,14 @@ class DecodeScheduler:
         """Add a load of a prompt that P has computed. D notifies P only if D's prompt is the same."""
         request = load.request
         try:
-            remote = self._received.read(request, params)
-            self._adopt_items(request, remote)
+            load.remote = self._received.read(request, params)
         except OtherPromptError as error:
             self._fall_back(load, "other_prompt", str(error))
         except KvhmaError as error:
             self._fail(load, _refused(str(error)))
         else:
-            load.remote = self._received.as_used(remote)
             self._move(load, LoadEvent.PARAMS)
-            if not self._context.prompts.begin_digest(request, remote.num_tokens):
+            if not self._context.prompts.begin_digest(request, load.remote.num_tokens):
                 self._compare_prompt(load)
 
     def _add_ticket(self, load: Load, params: dict[str, Any]) -> None:
@@ -185,29 +178,6 @@ class DecodeScheduler:
                 self._move(load, LoadEvent.TICKET)
         except KvhmaError as error:
             self._fail(load, _refused(str(error)))
-
-    # --- Multimodal items that only P has seen ------------------------------------------------------------------
-
-    def _adopt_items(self, request: Request, remote: PrefillParams) -> None:
-        """Replace a request's multimodal items by P's, if D trusts P's items. D compares the rest later."""
-        if self._trusts_items and remote.items:
-            engine = self._context.engine
-            # vLLM always computes the last token, and every token of a prompt that must not read the cache.
-            loadable = min(engine.loadable_tokens(request.num_prompt_tokens), request.num_prompt_tokens - 1)
-            loaded = 0 if request.get_skip_reading_prefix_cache() else min(remote.num_tokens, loadable)
-            depend = engine.positions_depend_on_items
-            if end := adopt_items(request, remote.items, loaded, positions_depend=depend):
-                self._items_end[request.request_id] = end
-
-    @property
-    def _trusts_items(self) -> bool:
-        """Whether a request may adopt P's items. If loaded blocks of such items are lost, the request must fail."""
-        return self._context.settings.trusts_items and not self._context.engine.recompute
-
-    def _would_compute_items(self, request: Request, local: int) -> bool:
-        """Return whether D would have to compute an item that only P has seen, if nothing is loaded."""
-        end = self._items_end.get(request.request_id, 0)
-        return end > 0 and self._hit_without_load(request, local) < end
 
     # --- The prompt ---------------------------------------------------------------------------------------------
 
@@ -278,15 +248,16 @@ class DecodeScheduler:
         if self.failed.must_yield_to_running(request.request_id, is_load=load is not None):
             return _UNKNOWN
         if load is None:
-            if not self._would_compute_items(request, local):
+            if not (why := self._why_not_computed(request, local)):
                 return _NOTHING
             # vLLM has preempted it, and the prefix cache has lost what it had loaded.
             load = Load(request)
-            self._fail(load, _refused(_ITEMS_LOST))
+            self._fail(load, _refused(why))
         if load.followed is not None and load.state is LoadState.FOLLOWING:
+            items = request.mm_features
             self._look_at_ticket(load)
-            if load.followed is None and not load.state.is_end and request.request_id in self._items_end:
-                return _UNKNOWN  # vLLM looked up its blocks by the items before P's were adopted
+            if request.mm_features is not items:
+                return _UNKNOWN  # vLLM looked up its blocks by other items
         if request.request_id in self._loads.comparing:
             if not self._context.prompts.is_ready(request.request_id):
                 return _UNKNOWN
@@ -317,10 +288,10 @@ class DecodeScheduler:
         elif load.is_optional and self._is_short(load, local):
             self._move(load, LoadEvent.NOTHING_TO_LOAD)
             return _NOTHING
-        elif load.num_tokens > local or not self._would_compute_items(load.request, local):
+        elif load.num_tokens > local or not (why := self._why_not_computed(load.request, local)):
             return _beyond(load, local)
         else:
-            reason, text = "refused", _ITEMS_LOST
+            reason, text = "refused", why
         self._fall_back(load, reason, text)
         return self._answer_of_failing(load.request, local) if load.state is LoadState.REFUSED else _NOTHING
 
@@ -329,19 +300,23 @@ class DecodeScheduler:
 
         With one token it needs the fewest blocks. If `local` excludes a hit's partial last block, one token is too few:
         vLLM lets a request wait only for more tokens than that block has. A hit never has all tokens, so the answer is
-        all that are left. A prompt that must not read the prefix cache waits for nothing. Since it fails, it may read.
+        all that are left. A prompt that must not read the prefix cache waits for nothing, and is computed.
         """
-        if self._trusts_items:
-            allow_prefix_cache(request)
+        for room in self._context.rooms:
+            room.on_load_refused(request)
         return request.num_tokens - local if self._context.partial_hits else 1, True
 
     def _is_short(self, load: Load, local: int) -> bool:
         """Return whether so few tokens would be read that computing them is as fast."""
         if load.num_tokens - local >= load.min_tokens:
             return False
-        return load.num_tokens - self._hit_without_load(load.request, local) < load.min_tokens
+        return load.num_tokens - self.hit_without_load(load.request, local) < load.min_tokens
 
-    def _hit_without_load(self, request: Request, local: int) -> int:
+    def _why_not_computed(self, request: Request, local: int) -> str:
+        """Return why D cannot compute a request if nothing is loaded; empty if it can."""
+        return next((why for room in self._context.rooms if (why := room.why_not_computed(request, local))), "")
+
+    def hit_without_load(self, request: Request, local: int) -> int:
         """Return how many tokens vLLM would not compute if nothing is loaded: `local` is only full attention's hit."""
         engine, manager = self._context.engine, self._context.manager
         if manager is not None and (engine.has_state or engine.has_windows):
@@ -556,7 +531,6 @@ class DecodeScheduler:
     def on_request_finished(self, request: Request) -> bool:
         """Note that a request has ended; return whether it had a load."""
         self.failed.on_blocks_or_end(request.request_id)
-        self._items_end.pop(request.request_id, None)
         load = self._compare_finished(self.pending.get(request.request_id))
         if load is None:
             return False

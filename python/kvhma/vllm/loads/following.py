@@ -48,7 +48,7 @@ class FollowedLoad:
         command: the blocks to fill, and how many tokens; None before vLLM has allocated blocks.
         blocks: number of blocks that the load needs.
         checked: whether D has compared P's prompt with its own.
-        is_compared_at_hand_off: whether the prompts differ so far, perhaps only in items that D adopts at the hand-off.
+        is_compared_at_hand_off: whether the prompts differ so far, and an option may change D's prompt at the hand-off.
         epoch: of the pieces.
         done: tokens of all pieces that D has read or is reading.
         done_before: tokens of the pieces before the one that D is reading.
@@ -210,12 +210,15 @@ class FollowedLoads:
         return tokens if tokens > 0 and self._has_room(followed, tokens) else None
 
     def _check(self, request: Request, follower: TicketFollower) -> bool:
-        """Compare P's prompt with D's; return whether D needs P's multimodal items to do so."""
+        """Compare P's prompt with D's; return whether an option may change D's prompt before that."""
         engine = self._context.engine
         if follower.total > request.num_prompt_tokens or (
             self._context.prompts.make_digest(request, follower.total) != follower.prompt
         ):
-            if self._context.settings.trusts_items and follower.total <= request.num_prompt_tokens:
+            if (
+                any(room.changes_prompts for room in self._context.rooms)
+                and follower.total <= request.num_prompt_tokens
+            ):
                 return True
             raise OtherPromptError(
                 f"P's prompt of {follower.total} tokens differs, or its adapter, items or salt do: {DIFFERS}"

@@ -31,7 +31,9 @@ class ReceivedParams:
         _check_one_way(params)
         remote = self._signed(params, request.num_prompt_tokens)
         self._check_source(remote.address, remote.engine_id)
-        return remote
+        for room in self._context.rooms:
+            room.on_params_read(request, remote)
+        return self.as_used(remote)
 
     def read_of_rejected(self, params: Mapping[str, Any]) -> PrefillParams:
         """Return the parameters of a request that vLLM has rejected, whose prompt is not known."""

@@ -21,14 +21,35 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvhma.vllm.metadata import StepMetadata, WorkerReport
+    from kvhma.vllm.wire.params import PrefillParams
 
 
 class SchedulerDoor:
-    """An option in the scheduler's process. The engine's thread makes all calls."""
+    """An option in the scheduler's process. The engine's thread makes all calls.
+
+    Attributes:
+        changes_prompts: whether a prompt may be another once D has P's parameters.
+    """
+
+    changes_prompts = False
 
     def on_request_added(self, request: Request, params: dict[str, Any]) -> bool:
         """Note a new request that has ``kv_transfer_params``; return whether the option handles it alone."""
         return False
+
+    def on_params_read(self, request: Request, remote: PrefillParams) -> None:
+        """Note P's parameters of a request, before D compares its prompt with P's.
+
+        Raises:
+            KvhmaError: the request must not be loaded.
+        """
+
+    def why_not_computed(self, request: Request, local: int) -> str:
+        """Return why D cannot compute a request whose hit has `local` tokens if nothing is loaded; empty if it can."""
+        return ""
+
+    def on_load_refused(self, request: Request) -> None:
+        """Note that a request is to fail once vLLM gives it blocks."""
 
     def on_blocks_wanted(self, request: Request) -> None:
         """Note that vLLM is about to look for blocks for a waiting request."""
@@ -47,6 +68,10 @@ class SchedulerDoor:
 
         `tables` are the blocks; None if the option must not hold them.
         """
+
+    def on_hand_off(self, request: Request, remote: PrefillParams) -> PrefillParams:
+        """Return the parameters of a request that P hands off, with what the option adds."""
+        return remote
 
     def make_room(self) -> bool:
         """Free blocks for a running request that lacks some; return whether the next step has more."""
