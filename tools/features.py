@@ -362,10 +362,7 @@ REQUESTS = (
     Feature("structured output", engine=("e2e/test_deployments.py::test_structured_output",), upstream="?"),
     Feature(
         "cancelled requests",
-        engine=(
-            "e2e/test_failures.py::test_given_up_in_any_phase",
-            "e2e/test_deployments.py::test_clients_that_go_away",
-        ),
+        engine=("e2e/test_failures.py::test_given_up_in_any_phase",),
         upstream="yes",
     ),
     Feature(

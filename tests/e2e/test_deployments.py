@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features that deployments enable for requests, all at once in both engines: asynchronous scheduling, priorities,
-adapters, structured output, and clients that disconnect. D answers as a plain engine does, which schedules step by
-step.
+"""Features that deployments enable for requests, all at once in both engines: asynchronous scheduling, adapters and
+structured output. D answers as a plain engine does, which schedules step by step.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,9 @@ from typing import Any
 import pytest
 
 from support.engines import Engine, Zygote, engines
-from support.engines.compare import difference
 from support.handoff import (
     all_free,
     arguments,
-    at_once,
     computed,
     decode,
     hand_over,
@@ -35,8 +31,6 @@ from support.weights import adapter
 
 Models = Callable[[str], Path]
 NAME = "llama"
-LEASE = 20
-"""Seconds for which P holds unclaimed blocks: a client may disconnect before D is notified of its request."""
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +41,8 @@ def trio(zygote: Zygote, model: Models, tmp_path_factory: pytest.TempPathFactory
     # JSON allows any number of spaces between two words.
     each |= {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
     ahead = each | {"async_scheduling": True, "scheduling_policy": "priority"}
-    lease = {"kv_lease_duration": LEASE}
     settings = {
-        "p": kvhma(NAME, extra=lease, **ahead),
+        "p": kvhma(NAME, **ahead),
         "d": kvhma(NAME, policy="recompute", **ahead),
         "plain": arguments(NAME, **each),
     }
@@ -144,74 +137,3 @@ def test_adapters_that_have_other_numbers(trio: tuple[Engine, ...], tmp_path: Pa
     assert (loads(d) - before, computed(d, "other_prompt") - other) == (6, 2)
     for engine in (p, d):
         all_free(engine)
-
-
-def test_clients_that_go_away(trio: tuple[Engine, ...]) -> None:
-    """Before P has answered, before D's first token, in the middle of D's answer: both engines free all blocks."""
-    p, d, plain = trio
-    before = loads(d)
-    long, short, other = prompts("clients", [2001, 301, 40])
-    for seconds in (0.001, 0.01, 0.03):
-        assert "TimeoutError" in str(p.generate(long, max_tokens=1, timeout=seconds).result().error)
-    all_free(p)
-    for seconds in (0.001, 0.003, 0.01, 0.02):
-        left = decode(d, short, prefill(p, short), max_tokens=2000, timeout=seconds).result()
-        assert "TimeoutError" in str(left.error)
-    for engine in (p, d):
-        all_free(engine)
-    hand_over(p, d, other)  # loads that have ended without a client are counted with the next step
-    loaded = loads(d)
-    left = decode(d, short, prefill(p, short), max_tokens=2000, timeout=0.6).result()
-    assert "TimeoutError" in str(left.error)
-    assert left.token_ids == plain.generate(short, max_tokens=len(left.token_ids)).result().token_ids != []
-    assert loads(d) == loaded + 1 > before
-    for engine in (p, d):
-        all_free(engine)
-    same(NAME, hand_over(p, d, short), at_once(plain, [short], max_tokens=16)[0], "after all that")
-
-
-def test_few_blocks(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """Requests that D has no room for: too long for it, one at a time, and by priority.
-
-    vLLM refuses prompts longer than `max_model_len` before it calls a connector; P holds their blocks for its lease. A
-    pool that has no room for `max_model_len` tokens stops an engine at its start.
-    """
-    lease = 5.0
-    limit = 320
-    settings = {
-        "p": kvhma(NAME, extra={"kv_lease_duration": lease}),
-        "d": kvhma(NAME, scheduling_policy="priority", max_model_len=limit, num_gpu_blocks_override=limit // 32 + 2),
-        "plain": arguments(NAME),
-    }
-    with engines(zygote, model(NAME), tmp_path, **settings) as (p, d, plain):
-        longer, one, two, last, low, high = prompts(
-            "few blocks", [limit + 1, limit - 16, limit - 16, limit - 1, 125, 125]
-        )
-        refused = decode(d, longer, prefill(p, longer)).result(30)
-        assert re.search(f"maximum .*length is {limit}", str(refused.error)), refused
-        all_free(d)
-        all_free(p)
-
-        # Each needs nearly all of D's blocks: the second waits for the first to end, and P renews its lease.
-        fit = {16: one, 15: two, 1: last}
-        right = {length: plain.generate(prompt, max_tokens=length).result() for length, prompt in fit.items()}
-        answers = {length: decode(d, prompt, prefill(p, prompt), max_tokens=length) for length, prompt in fit.items()}
-        for length, answer in answers.items():
-            same(NAME, answer.result(60), right[length], f"of {len(fit[length])} tokens")
-        assert loads(d) == len(fit)
-
-        # Two that outgrow D's blocks together: the first is less urgent, and has to make room.
-        expected = [plain.generate(prompt, max_tokens=100).result() for prompt in (low, high)]
-        first = decode(d, low, prefill(p, low), max_tokens=100, priority=5)
-        second = decode(d, high, prefill(p, high), max_tokens=100, priority=1)
-        got = [first.result(60), second.result(60)]
-        for answer, wanted in zip(got, expected, strict=True):
-            # A preempted request computes its answer so far in other chunks.
-            found = difference(answer, wanted, 2 * noise(NAME))
-            assert found is None, found
-        assert d.sample("vllm:num_preemptions_total") > 0
-        assert got[0].begun < got[1].begun
-        assert got[0].begun + got[0].seconds > got[1].begun + got[1].seconds
-        assert loads(d) == len(fit) + 2
-        for engine in (p, d):
-            all_free(engine)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from support.handoff import (
     all_free,
     arguments,
     at_once,
-    compare,
     decode,
     failures,
     hand_over,
@@ -190,38 +188,3 @@ def test_d_killed(zygote: Zygote, model: Models, tmp_path: Path) -> None:
         same(name, hand_over(p, other, many[0]), plain.generate(many[0], max_tokens=16).result(), "of another D")
         all_free(p)
         assert loads(other) == 1
-
-
-@pytest.mark.smoke
-def test_engines_that_are_connected_before_the_first_request(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    port = free_port()
-    nobody = f"127.0.0.1:{free_port()}"
-    settings = {
-        "p": kvhma("gemma3", env={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}),
-        "d": kvhma("gemma3", extra={"prefill_engines": [nobody, f"127.0.0.1:{port}"], "handshake_timeout": 1}),
-        "plain": arguments("gemma3"),
-    }
-
-    def connected(d: Engine, *before: int) -> int:
-        """Wait until D knows another incarnation of P than before."""
-
-        def incarnation() -> int:
-            known = d.rpc("e2e_connector", "_worker._engines._engines")[0]
-            found = {int(text) for text in re.findall(r"incarnation_id=(\d+)", str(known))}
-            return found.pop() if len(found) == 1 and found.isdisjoint(before) else 0
-
-        return until(incarnation)
-
-    with engines(zygote, model("gemma3"), tmp_path, **settings) as (p, d, plain):
-        first = connected(d)
-        compare("gemma3", p, d, plain, [301])
-        assert d.sample("vllm:kvhma_handshakes_total") == 1
-        p.kill()
-        again = replace(p, log=tmp_path / "again.log").start().ready()
-        try:
-            connected(d, first)
-            compare("gemma3", again, d, plain, [300])
-            assert d.sample("vllm:kvhma_handshakes_total") == 2
-            assert failures(d, "peer_lost") == 0
-        finally:
-            again.stop()

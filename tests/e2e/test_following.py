@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from support.engines import REMOTE_DECODE, Answer, Engine, Zygote, engines
-from support.engines.engine import free_port
 from support.engines.tiny import MODELS
-from support.handoff import all_free, arguments, computed, failures, hand_over, kvhma, loads, prefill, prompts, same
+from support.handoff import all_free, arguments, failures, kvhma, prefill, prompts, same
 from support.waiting import until
 
 Models = Callable[[str], Path]
@@ -115,62 +114,6 @@ def test_one_rank_to_two_and_back(name: str, zygote: Zygote, model: Models, tmp_
             all_free(engine)
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize(("name", "mine", "theirs"), [("llama", 32, 96), ("gemma3", 96, 32)])
-def test_other_block_sizes(name: str, mine: int, theirs: int, zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    settings = {
-        "p": kvhma(name, block_size=theirs, **STEP),
-        "d": kvhma(name, block_size=mine, constants=SMALL),
-        "plain": arguments(name, **STEP),
-    }
-    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
-        pair = Pair(p, d)
-        pair.right(name, plain, [95, 401, 1001])
-        assert pair.pieces() > 0
-
-
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_next"])
-def test_hits_on_either_side(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    cached = {"enable_prefix_caching": True}
-    settings = {
-        "p": kvhma(name, **STEP, **cached),
-        "d": kvhma(name, constants=SMALL, **cached),
-        "plain": arguments(name, **STEP),
-    }
-    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
-        pair = Pair(p, d)
-        base, more, other = prompts(name, [901, 300, 300])
-        expected = {
-            what: plain.generate(prompt, max_tokens=16).result()
-            for what, prompt in {"base": base, "longer": base + more, "again": base + other}.items()
-        }
-        # P has it, D does not; then both; then D has what P has lost.
-        p.generate(base, max_tokens=1).result()
-        same(name, pair.both(base).result(), expected["base"], "P's hit")
-        before = d.loaded_tokens()
-        same(name, pair.both(base + more).result(), expected["longer"], "a hit of both")
-        if name == "gemma3":
-            assert d.loaded_tokens() - before < len(base)
-        same(name, pair.both(base + other).result(), expected["again"], "a hit of D")
-        for engine in (p, d):
-            all_free(engine)
-
-
-@pytest.mark.parametrize("name", ["gemma3"])
-def test_many_at_once(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    settings = {"p": kvhma(name, **STEP), "d": kvhma(name, constants=SMALL), "plain": arguments(name, **STEP)}
-    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
-        pair = Pair(p, d)
-        many = prompts(name, [101 + 50 * index for index in range(16)])
-        expected = [plain.generate(prompt, max_tokens=16).result() for prompt in many]
-        answers = [pair.both(prompt, first="pd"[index % 2]) for index, prompt in enumerate(many)]
-        for prompt, answer, plainly in zip(many, answers, expected, strict=True):
-            same(name, answer.result(), plainly, len(prompt))
-        print(f"{name}: {pair.pieces()} pieces")
-        for engine in (p, d):
-            all_free(engine)
-
-
 def test_p_that_preempts_a_prompt(zygote: Zygote, model: Models, tmp_path: Path) -> None:
     """Other requests overwrite the blocks that P had announced; D reads them again.
 
@@ -195,30 +138,6 @@ def test_p_that_preempts_a_prompt(zygote: Zygote, model: Models, tmp_path: Path)
         print(f"{preempted} preemptions, {pair.pieces()} pieces")
         assert preempted > 0
         assert pair.pieces() > 0
-        for engine in (p, d):
-            all_free(engine)
-
-
-def test_d_that_comes_late_or_early(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    name = "gemma3"
-    settings = {"p": kvhma(name, **STEP), "d": kvhma(name, constants=SMALL), "plain": arguments(name, **STEP)}
-    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
-        pair = Pair(p, d)
-        late, early = prompts((name, "late"), [601, 601])
-        expected = [plain.generate(prompt, max_tokens=16).result() for prompt in (late, early)]
-        ticket = new_ticket()
-        pair.compute(late, ticket).result()
-        same(name, pair.follow(late, ticket).result(), expected[0], "P has finished")
-        assert pair.ended("late") == 1
-        ticket = new_ticket()
-        answer = pair.follow(early, ticket)
-        until(lambda: d.state()["requests"])
-        pair.compute(early, ticket)
-        same(name, answer.result(), expected[1], "D has waited")
-        assert pair.ended("late") == 1
-        # The proxy that draws no tickets meets the same engines.
-        (prompt,) = prompts((name, "plain"), [601])
-        same(name, hand_over(p, d, prompt), plain.generate(prompt, max_tokens=16).result(), "without a ticket")
         for engine in (p, d):
             all_free(engine)
 
@@ -279,52 +198,6 @@ def test_p_that_is_killed_in_each_phase(zygote: Zygote, model: Models, tmp_path:
             p.kill()
             same(name, answer.result(), expected, f"P is gone, phase {phase}")
             all_free(d)
-
-
-def test_p_that_begins_anew_at_the_same_address(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """It knows nothing of its tickets: D learns that, and does not wait for ever."""
-    name = "gemma3"
-    port = free_port()
-    extra = {"side_channel_port": port}
-    settings = {
-        "p": kvhma(name, extra=extra, **SLOW),
-        "d": kvhma(name, policy="recompute", constants=SMALL),
-        "plain": arguments(name, **STEP),
-    }
-    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
-        (prompt,) = prompts(name, [2401])
-        expected = plain.generate(prompt, max_tokens=16).result()
-        pair, ticket = Pair(p, d), new_ticket()
-        answer = pair.follow(prompt, ticket)
-        pair.compute(prompt, ticket)
-        while not read_pieces(d):
-            pass
-        p.kill()
-        p.start().ready()
-        same(name, answer.result(), expected, "P has begun anew")
-        assert pair.ended("lost") == 1
-        all_free(d)
-
-
-def test_a_ticket_that_p_never_hears_of(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    name = "llama"
-    with engines(
-        zygote,
-        model(name),
-        tmp_path,
-        p=kvhma(name),
-        d=kvhma(name, policy="recompute", extra={"kv_lease_duration": 6}),
-        plain=arguments(name),
-    ) as (p, d, plain):
-        pair = Pair(p, d)
-        (prompt, other) = prompts(name, [301, 301])
-        expected = [plain.generate(one, max_tokens=16).result() for one in (prompt, other)]
-        answer = pair.follow(prompt, new_ticket())
-        same(name, hand_over(p, d, other), expected[1], "others continue")
-        same(name, answer.result(), expected[0], "computed here in the end")
-        assert computed(d, "other_prompt") == 0
-        assert loads(d) >= 1
-        all_free(d)
 
 
 def compared(d: Engine, result: str) -> int:

@@ -160,17 +160,3 @@ def test_what_a_load_leaves_in_the_prefix_cache(
             same(name, hand_over(p, d, shared + third), expected[2], f"{length}: third")
         for engine in (p, d):
             all_free(engine)
-
-
-@pytest.mark.smoke
-def test_hits_after_a_load_with_equal_blocks(zygote: Zygote, model: Models, tmp_path: Path) -> None:
-    """A window that begins in a block which P still holds is filled whole, and stays in D's prefix cache."""
-    settings = {"p": kvhma("gemma3"), "d": kvhma("gemma3", enable_prefix_caching=True), "plain": arguments("gemma3")}
-    with engines(zygote, model("gemma3"), tmp_path, **settings) as (p, d, plain):
-        first, more = prompts("equal blocks", [445, 21])
-        shared = first[:416]
-        expected = plain.generate(shared + more, max_tokens=16).result()
-        hand_over(p, d, first)
-        before = d.sample("vllm:prefix_cache_hits_total")
-        same("gemma3", d.generate(shared + more, max_tokens=16).result(), expected, "second, at D alone")
-        assert d.sample("vllm:prefix_cache_hits_total") - before == len(shared)

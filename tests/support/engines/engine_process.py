@@ -187,7 +187,6 @@ def _request(
     request_id: str | None,
     adapter: tuple[str, str] | None,
     pictures: tuple[int, ...],
-    priority: int,
     rank: int | None,
 ) -> dict[str, Any]:
     """Return vLLM's form of these arguments."""
@@ -203,7 +202,6 @@ def _request(
         "prompt": inputs,
         "request_id": request_id or uuid.uuid4().hex,
         "lora_request": lora,
-        "priority": priority,
         "data_parallel_rank": rank,
     }
 
