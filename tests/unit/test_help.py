@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[2]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = Function | ast.ClassDef
 PAGE = re.compile(r"^::: ([\w.]+)\n((?:    .*\n)*)", re.MULTILINE)
-STUB = "kvhma._kvhma"
 SAID = re.compile(r"\b(?:[Rr]eturns?|[Yy]ields?)\b")
 RAISED = re.compile(r"^Raises:|Errors (?:are )?as|[Rr]aises", re.MULTILINE)
 
