@@ -40,7 +40,7 @@ from support.listener_memory import KIB, MIB, TICKET, Limits, page_rows
 from support.listening import NONCE, answers, connect, framed
 from support.waiting import HANG_SECONDS, until
 
-SMALL = Limits(connections=256, handshakes=32, questions=4 * MIB, answers=16 * MIB, reply=4 * MIB, tickets=512)
+SMALL = Limits(connections=256, handshakes=32, unfinished=20 * MIB, reply=4 * MIB, tickets=512)
 """Bounds that a test reaches in a second."""
 
 PAGE = Path(__file__).parents[2] / "docs" / "security-bounds.md"
@@ -261,16 +261,19 @@ def of(*whats):
     return sum(PLACES[what].each for what in whats)
 
 
-def test_a_connection(flood):
-    flood.peers(200, opened=False)
-    flood.wait(connections=200)
-    flood.reaches(200 * of("a connection"))
+def test_a_connection():
+    with process(SMALL, secret=False) as found, contextlib.ExitStack() as stack:
+        flood = Flood(found, stack)
+        flood.peers(200)
+        flood.wait(connections=200)
+        flood.reaches(200 * of("a connection"))
 
 
 @pytest.mark.parametrize("kind", HANDSHAKES)
 def test_handshakes_that_do_not_end(flood, kind, tmp_path):
     context = own_certificate(tmp_path) if "certificate" in kind else None
-    for peer in flood.peers(2 * SMALL.handshakes, opened=False, context=context):
+    for _ in range(2 * SMALL.handshakes):
+        (peer,) = flood.peers(1, opened=False, context=context)
         HANDSHAKES[kind](peer)
     flood.wait(handshakes=SMALL.handshakes)
     most = SMALL.handshakes * of("a connection", "TLS in its handshake")
@@ -295,17 +298,17 @@ def test_an_open_connection_and_a_question_that_waits(flood):
 
 
 def test_questions_that_are_not_finished(flood):
-    for peer in flood.peers(10):
+    for peer in flood.peers(30):
         peer.send(LARGE[:-1])
-    flood.wait(questions=SMALL.questions - 2 * MIB)
-    flood.reaches(SMALL.questions + 10 * of("a connection", "TLS of an open connection"))
+    flood.wait(unfinished=SMALL.unfinished - 2 * MIB)
+    flood.reaches(SMALL.unfinished + 30 * of("a connection", "TLS of an open connection"))
 
 
 def test_replies_that_are_not_taken(flood):
     for peer in flood.peers(20):
         peer.send(frame(AskWorkerIdentity(0, 0, NONCE)))
-    flood.wait(answers=SMALL.answers - 3 * MIB)
-    flood.reaches(SMALL.answers + 20 * of("a connection", "TLS of an open connection"))
+    flood.wait(unfinished=SMALL.unfinished - 3 * MIB)
+    flood.reaches(SMALL.unfinished + 20 * of("a connection", "TLS of an open connection"))
 
 
 def test_the_flood_has_every_type_of_question():
@@ -367,7 +370,7 @@ def fill(flood, limits):
         asking.ask(Unfollow(os.urandom(16)))
     for _ in range(PLACES["a key for proofs"].number):
         asking.ask(Renew([], os.urandom(32)))
-    unfinished, untaken = limits.questions // (9 * MIB // 8), 8
+    unfinished, untaken = limits.unfinished // 5 // (9 * MIB // 8), 6  # a fifth of the bytes for the questions
     for peer in flood.peers(unfinished):
         peer.send(LARGE[:-1])
     for peer in flood.peers(untaken):
@@ -376,7 +379,7 @@ def fill(flood, limits):
     peers = flood.peers(waiting)
     for peer in peers:
         peer.send(follow())
-    flood.wait(waiting=waiting, questions=unfinished * MIB, answers=limits.answers * 3 // 4)
+    flood.wait(waiting=waiting, unfinished=limits.unfinished * 3 // 4)
     if secret:
         for peer in peers:
             in_part(peer, bytes(16 * KIB))
@@ -416,7 +419,7 @@ def test_a_flood_of_everything_reaches_what_the_page_says_and_no_more(limits, se
     if hard < 4 * limits.connections:
         pytest.skip("the process may not open enough files")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    identity = limits.answers // 8
+    identity = limits.unfinished // 8
     try:
         with (
             process(limits, secret=secret, identity=identity - KIB, follows=limits.reply) as found,

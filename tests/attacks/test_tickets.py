@@ -278,7 +278,7 @@ def test_more_tickets_than_p_has_connections_share_a_few(monkeypatch: pytest.Mon
 
     def adds(self: Any, connection: Any) -> None:
         add(self, connection)
-        numbers.append(len(self._group_of))
+        numbers.append(len(self._open))
 
     monkeypatch.setattr(connections.Connections, "_add_connection", adds)
     tickets = [number.to_bytes(16, "big") for number in range(1, MAX_FOLLOWED + 1)]

@@ -36,7 +36,7 @@ from support.waiting import until
 
 KIB, MIB = 1 << 10, 1 << 20
 
-CONNECTION_BYTES = 2 * KIB
+CONNECTION_BYTES = 7 * KIB // 4
 HANDSHAKE_BYTES = 256 * KIB
 """OpenSSL's: the state, a record, and a message of up to 128 KiB that is not complete."""
 
@@ -72,8 +72,7 @@ class Limits:
 
     connections: int = bounds.MAX_CONNECTIONS
     handshakes: int = bounds.MAX_HANDSHAKES
-    questions: int = bounds.MAX_QUESTIONS_BYTES
-    answers: int = bounds.MAX_ANSWERS_BYTES
+    unfinished: int = bounds.MAX_UNFINISHED_BYTES
     reply: int = MAX_PROGRESS_BYTES
     tickets: int = offers.MAX_TICKETS
 
@@ -81,8 +80,7 @@ class Limits:
         """Bound the listeners of this process."""
         bounds.MAX_CONNECTIONS = self.connections
         bounds.MAX_HANDSHAKES = self.handshakes
-        bounds.MAX_QUESTIONS_BYTES = self.questions
-        bounds.MAX_ANSWERS_BYTES = self.answers
+        bounds.MAX_UNFINISHED_BYTES = self.unfinished
         offers.MAX_TICKETS = self.tickets
 
     def places(self, *, secret: bool = True) -> list[Place]:
@@ -96,8 +94,7 @@ class Limits:
             *([Place("TLS in its handshake", "any host", shakes, HANDSHAKE_BYTES)] if secret else []),
             *([Place("TLS of an open connection", "engines", opened, TLS_BYTES)] if secret else []),
             Place("a question that waits for progress", "engines", opened, WAITING_BYTES),
-            Place("unfinished questions", "engines", 1, self.questions),
-            Place("replies that are not sent", "engines", 1, self.answers),
+            Place("unfinished questions and replies", "engines", 1, self.unfinished),
             Place("the question that is answered", "engines", 1, ANSWERED_BYTES),
             Place("its reply: block ids, text, message, frame", "engines", 4, self.reply),
             Place("a ticket that was cancelled early", "engines", self.tickets, TICKET_BYTES),
@@ -202,11 +199,10 @@ def _state(counted: Counted, mallinfo: Any) -> dict[str, Any]:
         "allocated": found.used + found.hblkhd,
         "resident": resident(),
         "peak": int(peak.split()[1]) * KIB,
-        "connections": len(_found._group_of),
+        "connections": len(_found._all()),
         "handshakes": len(_found._handshakes),
         "waiting": len(_found._waits_for),
-        "questions": _found._questions._sum,
-        "answers": _found._answers._sum,
+        "unfinished": _found._unfinished_bytes,
         "refused": counted.by_label("side_channel_refused"),
     }
 

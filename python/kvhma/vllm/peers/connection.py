@@ -107,14 +107,17 @@ class Connection:
         keep_alive(accepted)
 
     @property
-    def is_in_handshake(self) -> bool:
-        """Whether TLS's handshake has begun and not ended."""
-        return self._advance is Connection._shake_hands
+    def has_shown_secret(self) -> bool:
+        """Whether TLS's handshake is over: the peer has a secret of this engine."""
+        return self._certificate is not None
 
     @property
-    def question_bytes(self) -> int:
-        """Bytes of memory for an incomplete question. Of a question that waits, only its tickets are stored."""
-        return self._received.__alloc__()
+    def unfinished_bytes(self) -> int:
+        """Bytes of memory for an incomplete question, or for an answer until the peer has taken all of it.
+
+        Of a question that waits, only its tickets are stored.
+        """
+        return self._received.__alloc__() + len(self._frame)
 
     @property
     def waits_for(self) -> tuple[bytes, ...]:
@@ -125,11 +128,6 @@ class Connection:
     def waits_for_peer(self) -> bool:
         """Whether the peer has begun to connect, to ask or to take an answer, and is not done."""
         return self._later is None and (self._advance is not Connection._receive or bool(self._received))
-
-    @property
-    def answer_bytes(self) -> int:
-        """Bytes of an answer of which the peer has not taken all yet."""
-        return len(self._frame)
 
     def fileno(self) -> int:
         """Return the file descriptor, also after the end: Python itself closes the socket of a peer that is gone."""
