@@ -3,8 +3,6 @@
 
 import contextlib
 import socket
-import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,9 +10,7 @@ from kvhma.vllm.holds.lease_table import LeaseTable
 from kvhma.vllm.holds.offers import TicketTable
 from kvhma.vllm.loads.lease_renewer import LeaseRenewer
 from kvhma.vllm.loads.ticket_followers import MAX_FOLLOWED, TicketFollowers
-from kvhma.vllm.peers import client, peers
 from kvhma.vllm.peers.peers import Peers
-from kvhma.vllm.peers.room import MAX_AT_ADDRESS, MAX_AT_UNKNOWN_ADDRESS
 from kvhma.vllm.peers.server import Listener, LocalEngine
 from kvhma.vllm.wire.messages import (
     PROTOCOL,
@@ -72,7 +68,7 @@ def test_an_honest_engine_beside_500_silent_and_1000_refusing_addresses(met):
     with contextlib.ExitStack() as stack:
         p = stack.enter_context(contextlib.closing(P()))
         asking = stack.enter_context(contextlib.closing(Peers(10 * HANG_SECONDS, NO_SECRETS, Counted())))
-        if asking._room.limit * 3 // 4 <= 3 * SILENT:
+        if asking._limit <= 3 * SILENT:
             pytest.skip("the process may not open enough files")
         renewer, followers = (
             LeaseRenewer(asking, Counted(), lambda seconds: True),
@@ -108,72 +104,3 @@ def test_an_honest_engine_beside_500_silent_and_1000_refusing_addresses(met):
         # The release, after which P may free its blocks.
         renewer.release_claim(p.at, p.claim, Outcome.READ)
         until(lambda: not len(p.leases))
-
-
-@pytest.fixture
-def pass_timeout(monkeypatch):
-    """D's thread sees no time pass but a timeout when a test calls this."""
-    now = [1000.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0], thread_time=lambda: 0.0, sleep=time.sleep)
-    monkeypatch.setattr(client, "time", clock)
-    monkeypatch.setattr(peers, "time", clock)
-
-    def passes(asking):
-        now[0] += asking.timeout
-        asking._wake()
-
-    return passes
-
-
-def ask(asking, address):
-    return asking.ask(address, AskEngineInfo(PROTOCOL), EngineInfo)
-
-
-def silent_addresses(stack, number):
-    listening = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
-    return [Address(*one.getsockname()) for one in listening]
-
-
-def test_silent_addresses_fill_their_share_and_a_new_engine_waits_for_one_timeout(pass_timeout):
-    with contextlib.ExitStack() as stack:
-        met, new = (stack.enter_context(contextlib.closing(P())) for _ in range(2))
-        asking = stack.enter_context(contextlib.closing(Peers(20.0, NO_SECRETS, Counted())))
-        ask(asking, met.at).result(END)
-        limit = asking._room.limit
-        share = limit * 3 // 4
-        silent = silent_addresses(stack, limit // 2)
-        calls = [ask(asking, address) for _ in range(2) for address in silent]
-        many = silent[: share // MAX_AT_UNKNOWN_ADDRESS]  # these could take the whole share again
-        calls += [ask(asking, address) for _ in range(MAX_AT_UNKNOWN_ADDRESS) for address in many]
-        until(lambda: not asking._asked)
-        waits = ask(asking, new.at)
-        # D has met this engine, and asks it at once.
-        for _ in range(10):
-            ask(asking, met.at).result(HANG_SECONDS)
-        assert asking._room._waiting_unknown == share < len(calls)
-        assert not waits.done()
-        assert not any(call.done() for call in calls)
-        # The addresses that have failed come last.
-        pass_timeout(asking)
-        assert waits.result(HANG_SECONDS).engine_id == "p"
-        assert sum(call.done() for call in calls) == share
-
-
-def test_addresses_that_replied_once_and_then_are_silent_delay_an_engine_by_one_timeout(pass_timeout):
-    """Each has the room of an engine, so together they can have all of it. Then they have failed, and come last."""
-    with contextlib.ExitStack() as stack:
-        met = stack.enter_context(contextlib.closing(P()))
-        asking = stack.enter_context(contextlib.closing(Peers(20.0, NO_SECRETS, Counted())))
-        ask(asking, met.at).result(END)
-        limit = asking._room.limit
-        replied = silent_addresses(stack, -(-limit // MAX_AT_ADDRESS))
-        for address in replied:
-            asking._room.note_answer(address)
-        calls = [ask(asking, address) for _ in range(2 * MAX_AT_ADDRESS) for address in replied]
-        until(lambda: asking._room._waiting_all == limit)
-        waits = ask(asking, met.at)
-        until(lambda: not asking._asked)
-        assert not waits.done()
-        pass_timeout(asking)
-        assert waits.result(HANG_SECONDS).engine_id == "p"
-        assert sum(call.done() for call in calls) == limit

@@ -19,8 +19,7 @@ from functools import partial
 
 from kvhma.errors import HandshakeError, RequestError
 from kvhma.vllm.loads.ticket_follower import TicketFollower, TicketQuestion
-from kvhma.vllm.peers.peers import Peers
-from kvhma.vllm.peers.room import MAX_AT_ADDRESS
+from kvhma.vllm.peers.peers import MAX_AT_ADDRESS, Peers
 from kvhma.vllm.wire import peer_log
 from kvhma.vllm.wire.messages import MAX_TICKETS_ASKED, Done, Progress, Unfollow
 from kvhma.vllm.wire.params import Address

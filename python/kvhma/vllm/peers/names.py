@@ -11,21 +11,13 @@ from socket import AF_INET, AF_INET6, NI_NUMERICHOST, NI_NUMERICSERV, SOCK_STREA
 
 from kvhma.errors import HandshakeTimeoutError
 from kvhma.text import one_line
-from kvhma.vllm.recent import Recent
 from kvhma.vllm.threads import in_thread
 from kvhma.vllm.wire.params import Address
 
 _MAX_LOOKUPS = 64
-"""Names that are looked up at a time, and as many more that have been found before.
-
-So unknown peers, whose name servers may be slow on purpose, cannot block the look-ups of known names."""
-
-_MAX_FOUND = 1024
+"""Names that are looked up at a time."""
 
 _lookups: dict[Address, Future[Address]] = {}
-_found: Recent[Address, None] = Recent(_MAX_FOUND)
-"""Names that have been found before."""
-
 _lookups_lock = threading.Lock()
 
 
@@ -54,9 +46,8 @@ def look_up(address: Address) -> Future[Address]:
     with _lookups_lock:
         if address in _lookups:
             return _lookups[address]
-        running = sum((name in _found) == (address in _found) for name in _lookups)
-        if running >= _MAX_LOOKUPS:
-            raise HandshakeTimeoutError(f"{running} other names are being looked up")
+        if len(_lookups) >= _MAX_LOOKUPS:
+            raise HandshakeTimeoutError(f"{len(_lookups)} other names are being looked up")
         try:
             found = _lookups[address] = in_thread("kvhma-look-up", lambda: _look_up(address))
         except RuntimeError as error:
@@ -70,10 +61,7 @@ def _look_up(address: Address) -> Address:
         for family in (AF_INET, AF_INET6):
             with contextlib.suppress(gaierror):
                 ((*_, place), *_) = getaddrinfo(address.host, address.port, family, SOCK_STREAM)
-                numeric = Address(getnameinfo(place, NI_NUMERICHOST | NI_NUMERICSERV)[0], address.port)
-                with _lookups_lock:
-                    _found.note(address, None)
-                return numeric
+                return Address(getnameinfo(place, NI_NUMERICHOST | NI_NUMERICSERV)[0], address.port)
         raise OSError("the name is not known")
     except BaseException as error:
         raise HandshakeTimeoutError(f"remote_host {one_line(address.host)!r}: {error}") from error

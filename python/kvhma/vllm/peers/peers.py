@@ -8,13 +8,13 @@ ask -> queued -> look-up of a name -> connecting -> asked -> answered, or an err
 
 from __future__ import annotations
 
-import contextlib
 import math
+import resource
 import select
 import selectors
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
@@ -22,9 +22,8 @@ from typing import Any
 from kvhma.errors import HandshakeError, HandshakeTimeoutError
 from kvhma.vllm.config.allow_list import AllowedSources
 from kvhma.vllm.counters import Counters
-from kvhma.vllm.peers.client import AnswerT, Client, ClientPool, answer_seconds
+from kvhma.vllm.peers.client import AnswerT, Client, ClientPool
 from kvhma.vllm.peers.names import look_up
-from kvhma.vllm.peers.room import MAX_AT_ADDRESS, Room
 from kvhma.vllm.peers.sockets import Waker
 from kvhma.vllm.threads import SupervisedThread
 from kvhma.vllm.wire.messages import Follow, Question
@@ -32,14 +31,19 @@ from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.peer_log import logger
 from kvhma.vllm.wire.secrets import Secrets
 
-_MAX_QUEUED_AT_ADDRESS = 128
-"""Most calls at one address that wait for room. Further calls fail at once."""
+MAX_WAITING = 2048
+"""Most calls that wait for an answer at a time; at most an eighth of the process's file descriptors, too.
+
+As many connections may be idle, and a process may have two of these: its scheduler's and its worker's.
+"""
+
+MAX_AT_ADDRESS = 64
+"""Most short calls that wait for one address, and most long ones: the peer decides when it answers those.
+
+All long calls together may be half of `MAX_WAITING`."""
 
 _MAX_QUEUED = 8192
-"""Most calls that wait for room. Further calls to unknown peers fail at once."""
-
-_RESPONSIVE_SECONDS = 1.0
-"""An engine is responsive if it answers within this time, and the time for which the question lets it wait."""
+"""Most calls that wait for room. Further calls fail at once."""
 
 _IDLE_SECONDS = 60.0
 """How long an idle connection stays."""
@@ -73,8 +77,6 @@ class Call(Future[AnswerT]):
         self.kind: type[AnswerT] = kind
         self.on_received = on_received
         self.is_long = isinstance(question, Follow)
-        self.is_unknown = False
-        """Whether the peer was unknown when the thread began to ask it."""
         self.begun = self.deadline = math.inf
         """When the thread began to ask, and until when it waits for what comes next."""
         self.last_deadline = math.inf
@@ -91,8 +93,8 @@ class Call(Future[AnswerT]):
 class Peers:
     """Asks other engines. A scheduler has one, and so has each worker; any thread may use it.
 
-    It asks responsive engines at once, and new engines after a moment, also if clients name hundreds of silent
-    addresses: see :class:`kvhma.vllm.peers.room.Room`.
+    The calls that wait are bounded, in all and for each address; further calls wait in turn. So clients that name
+    hundreds of silent addresses may keep other calls waiting.
 
     Attributes:
         timeout: seconds for a look-up, for a connection, and for each answer.
@@ -124,9 +126,13 @@ class Peers:
         self._thread: SupervisedThread | None = None
         self._waker: Waker | None = None
         # Only the thread uses these:
-        self._room = Room()
-        self._queues: dict[Address, deque[Call[Any]]] = {}
+        self._limit = max(4, min(MAX_WAITING, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
+        """Most active calls, and most idle connections."""
+        self._queued: dict[Call[Any], None] = {}
         self._active: dict[Call[Any], None] = {}
+        self._active_at: Counter[tuple[Address, bool]] = Counter()
+        """Number of short and of long calls, by address."""
+        self._active_long = 0
         self._has_changed = False
         """Whether a queued call may have room now."""
         self._selector: selectors.BaseSelector
@@ -302,44 +308,37 @@ class Peers:
 
     def _take_calls(self) -> None:
         """Queue new calls, and drop cancelled ones."""
-        queued = sum(map(len, self._queues.values()))
         while self._asked:
             call = self._asked.popleft()
-            is_full = queued >= _MAX_QUEUED and not self._room.is_responsive(call.address)
-            if is_full or len(self._queues.get(call.address, ())) >= _MAX_QUEUED_AT_ADDRESS:
-                _fail(call, HandshakeTimeoutError(f"too many questions wait for {call.address}, or for other peers"))
+            if len(self._queued) >= _MAX_QUEUED:
+                _fail(call, HandshakeTimeoutError(f"{call.address} is not asked: too many questions wait"))
                 continue
-            self._queues.setdefault(call.address, deque()).append(call)
+            self._queued[call] = None
             self._has_changed = True
-            queued += 1
         while self._cancelled:
             call = self._cancelled.popleft()
+            self._queued.pop(call, None)
             if call in self._active:
-                self._release(call, in_time=None)
-            else:
-                with contextlib.suppress(KeyError, ValueError):
-                    self._queues[call.address].remove(call)
-                    self._has_changed = True
+                self._release(call)
 
     def _start_calls(self) -> None:
         """Ask what has room, in turn."""
         self._has_changed = False
-        for address in sorted(self._queues, key=self._room.turn):
-            queue = self._queues[address]
-            for is_long in (False, True):
-                while self._room.has_room(address, is_long=is_long):
-                    call = next((call for call in queue if call.is_long is is_long), None)
-                    if call is None:
-                        break
-                    queue.remove(call)
-                    if not call.cancelled():
-                        self._start(call)
-            if not queue:
-                del self._queues[address]
+        for call in list(self._queued):
+            if len(self._active) >= self._limit:
+                return
+            if self._active_at[call.address, call.is_long] >= MAX_AT_ADDRESS:
+                continue
+            if call.is_long and self._active_long >= self._limit // 2:
+                continue
+            del self._queued[call]
+            if not call.cancelled():
+                self._start(call)
 
     def _start(self, call: Call[Any]) -> None:
         self._active[call] = None
-        call.is_unknown = self._room.note_start(call.address, is_long=call.is_long)
+        self._active_at[call.address, call.is_long] += 1
+        self._active_long += call.is_long
         call.begun = time.monotonic()
         self._attempt(call, self._begin)
 
@@ -359,7 +358,7 @@ class Peers:
                 self._connect(call)
         except BaseException as error:  # it ends this call and no other one
             if call in self._active:
-                self._release(call, in_time=False)
+                self._release(call)
                 _fail(call, error)
             if not isinstance(error, Exception):
                 raise
@@ -397,8 +396,7 @@ class Peers:
             self._take_name(call)
         elif client.poll():
             answer = client.receive(call.kind)
-            seconds = answer_seconds(call.question, _RESPONSIVE_SECONDS)
-            self._release(call, in_time=time.monotonic() - call.begun <= seconds)
+            self._release(call)
             if call.set_running_or_notify_cancel():
                 call.set_result(answer)
         else:
@@ -434,10 +432,13 @@ class Peers:
         if client is not None:
             client.close()
 
-    def _release(self, call: Call[Any], *, in_time: bool | None) -> None:
-        """Stop a call, and keep its connection if that is idle; `in_time` is None if the peer has not failed."""
+    def _release(self, call: Call[Any]) -> None:
+        """Stop a call, and keep its connection if that is idle."""
         del self._active[call]
-        self._room.note_end(call.address, is_long=call.is_long, is_unknown=call.is_unknown)
+        self._active_at[call.address, call.is_long] -= 1
+        if not self._active_at[call.address, call.is_long]:
+            del self._active_at[call.address, call.is_long]
+        self._active_long -= call.is_long
         self._has_changed = True
         self._unwatch(call)
         client, call.client = call.client, None
@@ -447,16 +448,12 @@ class Peers:
                 client.close()
             else:
                 self.pool(call.address).release_client(client)
-        if in_time:
-            self._room.note_answer(call.address)
-        elif in_time is not None:
-            self._room.note_failure(call.address, time.monotonic())
 
     def _close_unused(self, now: float) -> None:
         """Close connections that were idle for long, and the oldest ones if there are too many."""
         with self._lock:
             pools = sorted(self._pools.items(), key=lambda item: item[1].used_at)
-        excess = sum(len(pool) for _, pool in pools) - self._room.limit
+        excess = sum(len(pool) for _, pool in pools) - self._limit
         for address, pool in pools:
             if not len(pool) or pool.used_at <= now - _IDLE_SECONDS or excess > 0:
                 excess -= len(pool)
@@ -473,8 +470,7 @@ class Peers:
     def _stop(self) -> None:
         for call in list(self._active):
             self._disconnect(call)
-        queued = [call for queue in self._queues.values() for call in queue]
-        self._fail_all([*self._active, *queued, *self._asked])
+        self._fail_all([*self._active, *self._queued, *self._asked])
         self._selector.close()
 
     def _fail_all(self, calls: Iterable[Call[Any]]) -> None:
