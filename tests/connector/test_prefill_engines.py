@@ -33,7 +33,6 @@ from kvhma.vllm.peers.peers import Peers
 from kvhma.vllm.peers.prefill_engines import PrefillEngine, PrefillEngines
 from kvhma.vllm.peers.server import Listener, LocalEngine
 from kvhma.vllm.peers.worker_context import WorkerContext
-from kvhma.vllm.peers.worker_identity import IdentityBudget
 from kvhma.vllm.wire import peer_log
 from kvhma.vllm.wire.built_layers import BuiltLayer, BuiltLayers
 from kvhma.vllm.wire.lease_board import LeaseBoard
@@ -516,52 +515,44 @@ def test_engines_of_the_operator_are_not_forgotten_for_strangers(worlds):
     assert known.gone is None
 
 
-def test_hellos_of_all_handshakes_together_are_bounded():
+def test_worker_identities_of_all_handshakes_together_are_bounded(world, monkeypatch):
     """256 MiB were allowed for each engine that a request names, and 64 of them at a time."""
-    budget = IdentityBudget(1000, 10)
-    for handshake in range(9):
-        budget.note_stored(handshake, 50)  # a share
-    budget.note_stored("large", 300)
-    budget.note_stored("large", 550)
-    with pytest.raises(HandshakeTimeoutError, match=r"worker identities of 51 bytes.*more than 1000"):
-        budget.note_stored(0, 51)
-    budget.note_stored(1, 50)
-    budget.note_stored("large", 549)
-    budget.note_stored(0, 51)
-    budget.note_stored("large", 0)
-    budget.note_stored(0, 550)
-    budget.note_stored(0, 0)
-    assert budget._free == 500
+    monkeypatch.setattr(prefill_engines, "_MAX_IDENTITIES_BYTES", 1000)
+    one, other = (Incarnation(Address("127.0.0.1", port), "p", port, None) for port in (1, 2))
+    world.engines._note_received(one, 400)
+    world.engines._note_received(one, 600)
+    world.engines._note_received(other, 400)
+    with pytest.raises(HandshakeTimeoutError, match=r"worker identities of 401 bytes.*more than 1000"):
+        world.engines._note_received(other, 401)
 
 
-def test_hellos_of_all_known_engines_together_are_bounded(world):
-    world.engines._known_budget = IdentityBudget(300_000, 64)  # room for one that is large
+def test_worker_identities_of_all_known_engines_together_are_bounded(world, monkeypatch):
+    monkeypatch.setattr(prefill_engines, "_MAX_IDENTITIES_BYTES", 150_000)  # room for one that is large
     small = world.connect("S", 1)
     large = [world.worker(name, slice(None), metadata=100_000) for name in "LM"]
     first, second = (world.prefill(hello, instance=at) for at, hello in enumerate(large, 2))
     first = world.acquire(first)
-    with pytest.raises(HandshakeTimeoutError, match="with other engines' they would be more than 300000"):
+    with pytest.raises(HandshakeTimeoutError, match="with other engines' they would be more than 150000"):
         world.acquire(second)
     assert world.counted.numbers["refused_engines"] == 1
     until(lambda: len(world.agent._session.peers) <= 3)
     for engine in (small, first):
         world.engines.release_engine(engine)
     assert world.acquire(second).gone is None
-    assert list(world.engines._engines) == [small.address, second.address], "an idle one that is large goes first"
+    assert list(world.engines._engines) == [second.address], "idle ones went"
 
 
-def test_a_hello_that_is_too_much_is_not_stored(world, monkeypatch):
+def test_a_worker_identity_that_is_too_large_is_not_stored(world, monkeypatch):
     long = world.worker("P", slice(None), metadata=4 << 20)
-    seen, note = [], IdentityBudget.note_stored
+    seen, note = [], world.engines._note_received
     monkeypatch.setattr(
-        IdentityBudget, "note_stored", lambda self, of, stored: (seen.append(stored), note(self, of, stored))[1]
+        world.engines, "_note_received", lambda remote, nbytes: (seen.append(nbytes), note(remote, nbytes))
     )
-    world.engines._budget = IdentityBudget(2 << 20, 64)
+    monkeypatch.setattr(prefill_engines, "_MAX_IDENTITIES_BYTES", 2 << 20)
     with pytest.raises(HandshakeTimeoutError, match="with other engines' they would be more than 2097152"):
         world.acquire(world.prefill(long))
-    assert max(seen) < 2 << 20
-    assert seen[-1] == 0
-    assert world.engines._budget._free == (2 << 20) // 2
+    assert 2 << 20 < max(seen) < 3 << 20
+    assert not world.engines._received
 
 
 ELSEWHERE = {"model": "/mnt/elsewhere", "revision": None}
@@ -666,9 +657,6 @@ def test_an_engine_that_is_not_used_is_let_go_and_connected_anew(world):
     for engine in (again, other, other):
         world.engines.release_engine(engine)
     until(lambda: not remotes(world))
-    assert world.engines._known_budget._free == IdentityBudget(256 << 20, 64)._free, (
-        "their identities do not count any more"
-    )
 
 
 def test_one_that_is_acquired_while_it_is_looked_at_stays(world):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvhma._kvhma import Plan
 from kvhma.errors import HandshakeError, HandshakeTimeoutError, KvhmaError, TransferError, UnsupportedPairError
@@ -26,7 +27,7 @@ from kvhma.vllm.peers.lease_question import LeaseQuestion
 from kvhma.vllm.peers.names import resolve
 from kvhma.vllm.peers.peers import Peers
 from kvhma.vllm.peers.worker_context import WorkerContext
-from kvhma.vllm.peers.worker_identity import IdentityBudget, WorkerIdentity, ask_worker_identities
+from kvhma.vllm.peers.worker_identity import WorkerIdentity, ask_worker_identities
 from kvhma.vllm.threads import in_thread
 from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, Done, EngineInfo, Refused
 from kvhma.vllm.wire.params import Address, Incarnation, leads_back, not_the_engine
@@ -100,15 +101,14 @@ class PrefillEngines:
         self._counters = counters
         sources = self._settings.sources(has_secret=context.secrets.enabled)
         self.side_channel = Peers(self._settings.handshake_timeout, context.secrets, counters, sources)
-        room = self._settings.max_peers + len(self._settings.prefill_engines)
-        self._budget = IdentityBudget(_MAX_IDENTITIES_BYTES, room)
-        self._known_budget = IdentityBudget(_MAX_IDENTITIES_BYTES, room)
         self._lock = threading.Lock()
         self._engines: OrderedDict[Address, PrefillEngine] = OrderedDict()
         """Known engines, the least recently used first."""
         # The key is all that parameters say of an engine: wrong parameters must not fail requests with right ones.
         self._waiting: dict[Incarnation, list[Callable[[KvhmaError | None], None]]] = {}
         """The callbacks that wait for each running handshake."""
+        self._received: dict[Incarnation, int] = {}
+        """Bytes of worker identities that each running handshake has received so far."""
         self._failed: dict[Incarnation, tuple[float, KvhmaError]] = {}
 
     def acquire_engine(
@@ -167,7 +167,7 @@ class PrefillEngines:
             unusable = engine.gone is not None and not engine.active_loads
             if not unusable or self._engines.get(engine.address) is not engine:
                 return
-            self._evict(engine)
+            del self._engines[engine.address]
         self._begin_disconnect(engine)
 
     def unused_engines(self, since: float) -> list[PrefillEngine]:
@@ -182,7 +182,7 @@ class PrefillEngines:
             known = self._engines.get(engine.address) is engine
             if not known or engine.active_loads or engine.used_at >= since:
                 return False
-            self._evict(engine)
+            del self._engines[engine.address]
         self._begin_disconnect(engine)
         return True
 
@@ -243,41 +243,33 @@ class PrefillEngines:
                 f"{waiting} are in a handshake"
             )
 
-    def _evict(self, engine: PrefillEngine) -> PrefillEngine:
-        self._known_budget.note_stored(engine, 0)
-        return self._engines.pop(engine.address)
-
     def _add_engine(self, engine: PrefillEngine, dropped: list[PrefillEngine]) -> None:
         """Add an engine; evict an older engine at its address, and idle engines until there is room.
 
         Raises:
             HandshakeTimeoutError: its worker identities are too large beside those of the engines being read from.
         """
-        if (replaced := self._engines.get(engine.address)) is not None:
-            dropped.append(self._evict(replaced))
-        others = self._unnamed_engines()
-        idle = [known for known in others if not known.active_loads]
+        if (replaced := self._engines.pop(engine.address, None)) is not None:
+            dropped.append(replaced)
         is_other = engine.address not in self._settings.prefill_engines
-        for _ in range(len(others) + is_other - self._settings.max_peers):
-            if not idle:
-                break
+        idle = [known for known in self._unnamed_engines() if not known.active_loads]
+        while idle and (
+            len(self._unnamed_engines()) + is_other > self._settings.max_peers
+            or self._identity_bytes(engine) > _MAX_IDENTITIES_BYTES
+        ):
             # At random among the older half. With one engine more than there is room for, used in turns, strict LRU
             # would always evict the engine that is needed next.
             old = idle.pop(random.randrange((len(idle) + 1) // 2))  # noqa: S311
-            dropped.append(self._evict(old))
-        while True:
-            try:
-                self._known_budget.note_stored(engine, engine.identity_bytes)
-                break
-            except HandshakeTimeoutError:
-                if not idle:
-                    self._counters.count("refused_engines")
-                    dropped.append(engine)
-                    raise
-            largest = max(idle, key=lambda known: known.identity_bytes)
-            idle.remove(largest)
-            dropped.append(self._evict(largest))
+            dropped.append(self._engines.pop(old.address))
+        if self._identity_bytes(engine) > _MAX_IDENTITIES_BYTES:
+            self._counters.count("refused_engines")
+            dropped.append(engine)
+            raise _too_large(engine.identity_bytes)
         self._engines[engine.address] = engine
+
+    def _identity_bytes(self, engine: PrefillEngine) -> int:
+        """Return the bytes of worker identities of an engine and of all known engines."""
+        return engine.identity_bytes + sum(known.identity_bytes for known in self._engines.values())
 
     # --- handshakes ----------------------------------------------------------------------------------------
 
@@ -351,7 +343,8 @@ class PrefillEngines:
                 raise TransferError(f"{error}; {why}") from error
             raise
         finally:
-            self._budget.note_stored(remote, 0)
+            with self._lock:
+                self._received.pop(remote, None)
         self.side_channel.pool(numeric).release_client(client)
         proving = None if self._context.secrets.enabled else self._proving(identities[0].engine_key)
         stored = sum(len(identity.data) for identity in identities)
@@ -406,9 +399,7 @@ class PrefillEngines:
         if info.engine_id == self._context.engine_id != remote.engine_id:
             raise HandshakeError(leads_back(remote.address, remote.engine_id))
         _check_info(remote, info)
-        identities = ask_worker_identities(
-            client, info.ranks, deadline, lambda stored: self._budget.note_stored(remote, stored)
-        )
+        identities = ask_worker_identities(client, info.ranks, deadline, partial(self._note_received, remote))
         try:
             plan = self._plan([identity.payload for identity in identities])
         except UnsupportedPairError as error:
@@ -417,6 +408,17 @@ class PrefillEngines:
         for _, finding in plan.findings:
             logger.info("kvhma: reading from %s: %s", remote.engine_id, finding.text)
         return plan, identities
+
+    def _note_received(self, remote: Incarnation, nbytes: int) -> None:
+        """Note the bytes of worker identities that a handshake has received so far.
+
+        Raises:
+            HandshakeTimeoutError: those of all running handshakes are too large.
+        """
+        with self._lock:
+            self._received[remote] = nbytes
+            if sum(self._received.values()) > _MAX_IDENTITIES_BYTES:
+                raise _too_large(nbytes)
 
     def _plan(self, payloads: list[HandshakePayload]) -> Plan:
         models = [decode_extra(payload.extra).model for payload in payloads]
@@ -461,6 +463,12 @@ class PrefillEngines:
             except KvhmaError as error:
                 # Its transfers are still in flight, so the peer stays unusable until the agent is closed.
                 logger.warning("kvhma: %s", error)
+
+
+def _too_large(nbytes: int) -> HandshakeTimeoutError:
+    return HandshakeTimeoutError(
+        f"worker identities of {nbytes} bytes: with other engines' they would be more than {_MAX_IDENTITIES_BYTES}"
+    )
 
 
 def _log_failure(done: Future[None]) -> None:

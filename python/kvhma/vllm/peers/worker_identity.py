@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvhma.errors import HandshakeError, HandshakeTimeoutError
+from kvhma.errors import HandshakeError
 from kvhma.nixl import HandshakePayload, decode_handshake
 from kvhma.vllm.peers.client import Client
 from kvhma.vllm.wire.messages import NONCE_BYTES, AskWorkerIdentity, SignedWorkerIdentity
@@ -28,41 +27,6 @@ class WorkerIdentity:
     data: bytes
     payload: HandshakePayload
     engine_key: bytes
-
-
-class IdentityBudget:
-    """Bytes of stored worker identities, of all running handshakes or of all engines. Safe to use from several threads.
-
-    Half of the bytes are divided equally, so engines with large identities leave room for others. The rest goes to the
-    first that need it.
-    """
-
-    def __init__(self, limit: int, handshakes: int) -> None:
-        """Start empty: at most `limit` bytes for at most `handshakes` handshakes, or engines."""
-        self._limit = limit
-        self._share = limit // 2 // handshakes
-        self._lock = threading.Lock()
-        self._free = limit - self._share * handshakes
-        self._beyond: dict[object, int] = {}
-        """Bytes of each handshake beyond its share."""
-
-    def note_stored(self, handshake: object, stored: int) -> None:
-        """Note the bytes that a handshake, or an engine, stores in all; 0 when it has ended.
-
-        Raises:
-            HandshakeTimeoutError: there is no room for these bytes now.
-        """
-        with self._lock:
-            before = self._beyond.pop(handshake, 0)
-            beyond = max(0, stored - self._share)
-            self._free += before
-            if beyond > self._free:
-                raise HandshakeTimeoutError(
-                    f"worker identities of {stored} bytes: with other engines' they would be more than {self._limit}"
-                )
-            self._free -= beyond
-            if beyond:
-                self._beyond[handshake] = beyond
 
 
 def ask_worker_identities(
