@@ -25,7 +25,8 @@ from typing import NamedTuple
 from handoffs import waterfall
 from handoffs.alone import WIDE
 from handoffs.pairs import Bench, Pairs, Turn
-from handoffs.tables import COMPUTED, EVEN, HIT, MET, OURS, THEIRS, Row, rotated, table
+from handoffs.tables import COMPUTED, EVEN, HIT, MET, OURS, THEIRS, Row, Tables
+from harness import rotated
 from support.engines import Engine, Zygote
 from support.engines.zygote import ENVIRONMENT, vllm_version
 from support.handoff import prompts
@@ -41,6 +42,7 @@ TWO = ("gemma3", "nemotron_h")
 """Models of the slow measures."""
 
 CONNECTORS = (OURS, THEIRS, EVEN)
+Cell = tuple[str, Callable[[Row, str], str], str]
 LENGTHS = (301, 2001)
 AT_ONCE = (1, 16)
 COLD_STARTS = 3
@@ -57,15 +59,34 @@ APART_STARTS = 2
 ROW_SECONDS = 150
 """After this time no further round begins: processors without matrix instructions need minutes for some prompts."""
 
-PHASES = ("P, prefill", "P, hand-off", "D")
-LEAST_SECONDS = 5e-5
-"""A group of threads that needs less with every connector has no row."""
-
 BEYOND = "first token, beyond an own hit without a connector"
-OWN_HIT = "own hit in the same engine"
-PREFILL = "P's answer"
 NEXT = "second token, after the first"
-ORDER = ("load", "slowest load", "first token", "slowest first token", BEYOND, NEXT, OWN_HIT, PREFILL)
+PREFILL = "P's answer"
+SHARE = "the connector's calls and threads, and NIXL's"
+
+TIMES: dict[str, Cell] = {
+    "first token": ("first token", Row.ratio, EVEN),
+    "load": ("load", Row.ratio, EVEN),
+    NEXT: (NEXT, Row.ratio, EVEN),
+    PREFILL: (PREFILL, Row.ratio, EVEN),
+    "first token, as it is": ("first token", Row.ratio, THEIRS),
+    "load, as it is": ("load", Row.ratio, THEIRS),
+    "beyond an own hit": (BEYOND, Row.medians, EVEN),
+    "first token, with kvhma and computed": ("first token", Row.medians, COMPUTED),
+}
+"""Columns of the first table: which measure, as what, and of whom."""
+
+PROCESSOR: dict[str, Cell] = {
+    "P, while it computes": ("P, prefill: all processes", Row.ratio, EVEN),
+    "P's scheduler": ("P, prefill, scheduler: all threads", Row.ratio, EVEN),
+    "P, while D reads": ("P, hand-off: all processes", Row.ratio, EVEN),
+    "D": ("D: all processes", Row.ratio, EVEN),
+    "D's scheduler": ("D, scheduler: all threads", Row.ratio, EVEN),
+    "connector and NIXL, at P": (f"P, prefill: {SHARE}", Row.medians, EVEN),
+    "connector and NIXL, at D": (f"D: {SHARE}", Row.medians, EVEN),
+    "in its calls by P's scheduler": ("P, prefill, scheduler: in calls of the connector", Row.medians, EVEN),
+    "in its calls by D's scheduler": ("D, scheduler: in calls of the connector", Row.medians, EVEN),
+}
 
 KEPT_SECONDS = 10.0
 """How long P holds an unread request; twice its sleep between two steps."""
@@ -96,36 +117,36 @@ PICTURE = Path(__file__).parents[1] / "docs/assets/waterfall.svg"
 PICTURED = "gemma3"
 
 
-def warm(bench: Bench, name: str) -> None:
+def warm(bench: Bench, tables: Tables, name: str) -> None:
     """Later requests, beside their floors."""
     found = rows_of(bench, CONNECTORS)
-    stages: dict[str, dict[str, float]] = {}
     for start in range(starts := 1 if bench.quick else STARTS):
         with bench.pairs(name, *rotated((*CONNECTORS, HIT), start)) as pairs:
-            set_up(pairs, name, told=start > 0)
+            check_caches(pairs)
             measure(found, pairs)
-            if start == starts - 1:
-                stages = {which: watched(pairs, which, 2 if bench.quick else WATERFALLS) for which in CONNECTORS}
+            if start == starts - 1 and name == PICTURED and not bench.quick:
+                stages = {which: watched(pairs, which, WATERFALLS) for which in CONNECTORS}
+                title = f"{name}: a request of 301 tokens, from D's client to its first token"
+                PICTURE.write_text(waterfall.draw(title, stages), encoding="utf-8")
     for rows in found:
-        print(*rows.tables(f"{name} ({MODELS[name]}): {rows.what}"), sep="\n")
-    counts = [row for rows in found if rows.at_once == 1 for row in rows.counts]
-    print(table(f"{name}: descriptors and bytes of a request", counts))
-    title = f"{name}: a request of 301 tokens, from D's client to its first token"
-    print(f"\n### {title}\n\n{waterfall.lines(stages)}", flush=True)
-    if name == PICTURED and not bench.quick:
-        PICTURE.write_text(waterfall.draw(title, stages), encoding="utf-8")
+        rows.fill(tables, "Warm hand-offs", name, TIMES)
+        rows.fill(tables, "Processor time of a request", name, PROCESSOR)
+        if rows.at_once == 1:
+            for row in rows.counts:
+                title = "Descriptors and bytes of a request"
+                tables.add(title, f"{name}, {rows.length:,} tokens", {row.what: row.beside(EVEN)})
 
 
-def apart(bench: Bench, name: str) -> None:
+def apart(bench: Bench, tables: Tables, name: str) -> None:
     """The same with P and D on separate cores, as if neither shared any with the other."""
     columns = (OURS, EVEN)
     found = rows_of(bench, columns)
     for start in range(1 if bench.quick else APART_STARTS):
         with bench.pairs(name, *rotated((*columns, HIT), start), apart=True) as pairs:
             measure(found, pairs)
+    times = {column: cell for column, cell in TIMES.items() if cell[2] != THEIRS}
     for rows in found:
-        times, _ = rows.tables(f"{name} ({MODELS[name]}), P and D on separate cores: {rows.what}")
-        print(times, flush=True)
+        rows.fill(tables, "Warm hand-offs, P and D on separate cores", name, times)
 
 
 def rows_of(bench: Bench, columns: Sequence[str]) -> list[Warm]:
@@ -146,17 +167,13 @@ class Warm:
 
     def __init__(self, columns: Sequence[str], at_once: int, length: int) -> None:
         self.columns, self.at_once, self.length = columns, at_once, length
-        self.what = f"{at_once} at a time, {length:,} tokens"
         self.rounds = self.starts = 0
         self._seconds = 0.0
-        self.counts = [Row(f"{length:,} tokens: descriptors posted", ""), Row(f"{length:,} tokens: bytes", "MiB")]
-        self._hit_tokens = 0
-        self._times: dict[str, Row] = {}
-        self._processor: dict[str, Row] = {}
+        self.counts = [Row("descriptors", ""), Row("bytes", "MiB")]
+        self.found: dict[str, Row] = {}
 
     def measure(self, pairs: Pairs) -> None:
         """Run some more rounds, with engines that have just started."""
-        self._hit_tokens = pairs[HIT].hit_tokens(self.length)
         before = {which: counted(pairs[which].d.engine, which) for which in self.columns}
         taken = 0
         while taken < ROUNDS and (self._seconds < ROW_SECONDS or (not taken and self.rounds < LEAST_ROUNDS)):
@@ -182,60 +199,42 @@ class Warm:
                     computed, prefills, spent = pair.compute(asked)
                     self._add("first token", COMPUTED, statistics.median(computed))
                     self._add(PREFILL, COMPUTED, statistics.median(prefills))
+                    floor = statistics.median(pair.hit(asked))
                 else:
                     turns[which] = pair.turn(asked)
                     spent = turns[which].processor
-                hit = pair.hit(asked)
             for what, seconds in spent.items():
-                self._processor.setdefault(what, Row(what)).add(COMPUTED if which == HIT else which, seconds)
-            self._add(OWN_HIT, which, statistics.median(hit))
-            floor = statistics.median(hit) if which == HIT else floor
+                self._add(what, COMPUTED if which == HIT else which, seconds)
         for which, turn in turns.items():
             for what, value in measures(turn, floor).items():
                 self._add(what, which, value)
 
     def _add(self, what: str, column: str, value: float) -> None:
-        self._times.setdefault(what, Row(what)).add(column, value)
+        self.found.setdefault(what, Row(what)).add(column, value)
 
-    def tables(self, title: str) -> tuple[str, str]:
-        """The tables of times and of processor times."""
-        title += f", {self.rounds} rounds of {self.starts} starts"
-        title += f", own hit of {self._hit_tokens:,}" if self._hit_tokens else ", one token in place of an own hit"
-        columns = (*self.columns, HIT, COMPUTED)
-        times = table(title, [self._times[what] for what in ORDER if what in self._times], columns)
-        told = sorted(
-            (row for row in self._processor.values() if row.most() >= LEAST_SECONDS), key=lambda row: by_phase(row.what)
-        )
-        return times, table(f"{title}: processor time of a request", told, (*self.columns, COMPUTED))
+    def fill(self, tables: Tables, title: str, name: str, columns: Mapping[str, Cell]) -> None:
+        """Add a line to a table."""
+        cells = {column: show(self.found[what], of) for column, (what, show, of) in columns.items()}
+        tables.add(title, f"{name} ({MODELS[name]}), {self.at_once} at a time, {self.length:,} tokens", cells)
 
 
-def set_up(pairs: Pairs, name: str, *, told: bool) -> None:
-    """Refuse engines that hold different caches; print what else could differ, if `told` does not have it yet."""
-    found = {which: pairs[which].d.set_up() for which in (*CONNECTORS, HIT)}
-    if len({one["groups"] for one in found.values()}) > 1:
+def check_caches(pairs: Pairs) -> None:
+    """Refuse engines that hold different caches."""
+    found = {which: pairs[which].d.caches() for which in (*CONNECTORS, HIT)}
+    if len(set(found.values())) > 1:
         raise RuntimeError(f"the engines do not hold the same: {found}")
-    if told:
-        return
-    # Names without a blank are code: only then they are cut where a table is too wide.
-    cells = {what: [str(one.get(what, "–")) for one in found.values()] for what in found[OURS]}
-    cells["groups"] = [f"`{text}`" for text in cells["groups"]]
-    rows = [f"| {f'`{what}`' if '_' in what else what} | {' | '.join(texts)} |" for what, texts in cells.items()]
-    print(f"\n### {name}: D's set-up\n\n| | {' | '.join(found)} |\n{'|---' * (len(found) + 1)}|", *rows, sep="\n")
-
-
-def by_phase(label: str) -> tuple[int, bool, str]:
-    """The place of a processor time: phases in their order, in each the sums first."""
-    index, phase = next((index, one) for index, one in enumerate(PHASES) if label.startswith(one))
-    return index, not label.startswith(f"{phase}:"), label
 
 
 def measures(turn: Turn, floor: float) -> dict[str, float]:
     """The rows of a turn. `floor` is the first token of an own hit in an engine without a connector."""
-    found = {"load": statistics.median(turn.loads), "first token": statistics.median(turn.first_tokens)}
-    found[BEYOND] = found["first token"] - floor
-    if len(turn.loads) > 1:
-        found |= {"slowest load": max(turn.loads), "slowest first token": max(turn.first_tokens)}
-    return found | {NEXT: statistics.median(turn.after), PREFILL: statistics.median(turn.prefills)}
+    first = statistics.median(turn.first_tokens)
+    return {
+        "load": statistics.median(turn.loads),
+        "first token": first,
+        BEYOND: first - floor,
+        NEXT: statistics.median(turn.after),
+        PREFILL: statistics.median(turn.prefills),
+    }
 
 
 def watched(pairs: Pairs, which: str, runs: int) -> dict[str, float]:
@@ -254,23 +253,23 @@ def counted(d: Engine, which: str) -> tuple[float, float]:
     return descriptors, nbytes
 
 
-def cold(bench: Bench, name: str) -> None:
+def cold(bench: Bench, tables: Tables, name: str) -> None:
     """The first hand-off between two engines."""
     load, token = Row("first load"), Row("its time to first token, less that of a warm one")
     columns = (OURS, MET, THEIRS, EVEN)
     starts = 1 if bench.quick else COLD_STARTS
     for start in range(starts):
         with bench.pairs(name, *columns) as pairs:
-            blocks = pairs[OURS].d.engine.state()["all_blocks"]
             for which in rotated(columns, start):
                 first, *others = (pairs.turn(which, [prompt]) for prompt in prompts((start, which), [301] * 4))
                 load.add(which, first.loads[0])
                 token.add(which, first.first_tokens[0] - statistics.median(turn.first_tokens[0] for turn in others))
-    title = f"{name} ({MODELS[name]}): first request, 301 tokens, {starts} starts, {blocks:,} blocks"
-    print(table(f"{title}, handshake included", (load, token), columns), flush=True)
+    for row in (load, token):
+        title = f"First request between two engines, 301 tokens, {starts} starts, handshake included"
+        tables.add(title, f"{name} ({MODELS[name]}): {row.what}", row.cells())
 
 
-def kept(bench: Bench, name: str) -> None:
+def kept(bench: Bench, tables: Tables, name: str) -> None:
     """P's processor time while it holds an unread request, and after the read."""
     steps = Row("steps of its worker in a second", "")
     rows: dict[str, Row] = {}
@@ -284,11 +283,11 @@ def kept(bench: Bench, name: str) -> None:
                     steps.add(which, made)
                 for what, seconds in taken.items():
                     rows.setdefault(what, Row(what)).add(which, seconds)
-    title = f"{name}: P keeps a request for {KEPT_SECONDS:g} s, {rounds} rounds"
-    print(table(title, (steps, *rows.values()), (*CONNECTORS, HIT)), flush=True)
+    for row in (steps, *rows.values()):
+        tables.add(f"{name}: P holds a request for {KEPT_SECONDS:g} s, {rounds} rounds", row.what, row.cells())
 
 
-def stall(bench: Bench, name: str, how: str = "") -> None:
+def stall(bench: Bench, tables: Tables, name: str, how: str = "") -> None:
     """D's steps while 16 large loads run."""
     values: dict[str, Row] = {}
     nbytes = Row("bytes of 16 loads", "MiB")
@@ -303,14 +302,14 @@ def stall(bench: Bench, name: str, how: str = "") -> None:
                         values.setdefault(what, Row(what)).add(which, value)
             for which in CONNECTORS:
                 nbytes.add(which, (counted(pairs[which].d.engine, which)[1] - before[which]) / rounds)
-    title = f"{name} with wide heads: 16 loads of 2,001 tokens while D gives another answer"
-    title += f", {starts * rounds} rounds of {starts} starts{how}"
-    print(table(title, (*values.values(), nbytes)), flush=True)
+    title = f"16 loads of 2,001 tokens while D gives another answer, {starts * rounds} rounds of {starts} starts"
+    for row in (*values.values(), nbytes):
+        tables.add(title, row.what, {f"{name}{how}": row.beside(EVEN)})
 
 
-def rested(bench: Bench, name: str) -> None:
+def rested(bench: Bench, tables: Tables, name: str) -> None:
     """The same as :func:`stall` with engines that do not spin for long, as on machines with a core for each process."""
-    stall(bench, name, f", processes that spin for {float(SHORT_SPIN['KVHMA_E2E_SPIN_SECONDS']) * 1e3:g} ms")
+    stall(bench, tables, name, ", short spins")
 
 
 def stalled(turn: Turn) -> dict[str, float]:
@@ -319,9 +318,7 @@ def stalled(turn: Turn) -> dict[str, float]:
         "longest time of the connector in a step": max(turn.calls),
         "longest time of it in a step before the loads": max(turn.quiet_calls),
         "median of its time in a step before the loads": statistics.median(turn.quiet_calls),
-        "sum of it over all steps of the loads": sum(turn.calls),
         "longest gap between two tokens of the other answer": max(turn.gaps),
-        "that gap, less the median one before": max(turn.gaps) - statistics.median(turn.quiet),
         "load, median of 16": statistics.median(turn.loads),
         "load, slowest of 16": max(turn.loads),
         "first token, median of 16": statistics.median(turn.first_tokens),
@@ -331,7 +328,7 @@ def stalled(turn: Turn) -> dict[str, float]:
     }
 
 
-def large_pool(bench: Bench, name: str) -> None:
+def large_pool(bench: Bench, tables: Tables, name: str) -> None:
     """The first hand-off between engines with very many blocks. One start: it has no spread, and needs none."""
     rows = [
         Row("first load (handshake, connection, plan)"),
@@ -353,13 +350,14 @@ def large_pool(bench: Bench, name: str) -> None:
             values = (first.loads[0], max(first.calls), later, before - blocks * pages, added)
             for row, value in zip(rows, values, strict=True):
                 row.add(which, value)
-    print(table(f"{name}: a pool of {blocks:,} blocks", rows), flush=True)
+    for row in rows:
+        tables.add(f"{name}: a pool of {blocks:,} blocks", row.what, row.cells())
 
 
 class Part(NamedTuple):
     """The measures, their models, and the environment in which the engines start."""
 
-    measure: Callable[[Bench, str], None]
+    measure: Callable[[Bench, Tables, str], None]
     models: tuple[str, ...]
     env: Mapping[str, str] = MappingProxyType({})
 
@@ -380,16 +378,18 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few rounds of one request: whether it runs, no numbers")
     options = parser.parse_args()
     env = ALLOCATOR | {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}:{Path(__file__).resolve().parent}"}
-    print(HEAD.format(machine=machine()), flush=True)
-    for part in (parts[name] for name in options.only):
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            Zygote(Path(folder) / "zygote.log", {**env, **part.env}) as zygote,
-        ):
-            for name in part.models:
-                if name in options.models:
-                    part.measure(Bench(zygote, Path(folder), options.quick), name)
-    print(HOW_TO_READ)
+    tables = Tables()
+    try:
+        for part in (parts[name] for name in options.only):
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                Zygote(Path(folder) / "zygote.log", {**env, **part.env}) as zygote,
+            ):
+                for name in part.models:
+                    if name in options.models:
+                        part.measure(Bench(zygote, Path(folder), options.quick), tables, name)
+    finally:  # what was measured before a failure is worth its hour
+        print(HEAD.format(machine=machine()), tables.markdown(), HOW_TO_READ, sep="\n")
 
 
 def machine() -> str:
@@ -409,29 +409,26 @@ Made by `benches/connectors.py` (`make bench-e2e`). The machine is shared and no
 HOW_TO_READ = """
 ### How to read this
 
-Columns are medians. A column of a vLLM connector also has the median of its ratios to kvhma in each round, with their
-quartiles in brackets. A ratio above 1 is better for kvhma; with 1 between the quartiles it is a tie. A measurement that
-was taken once has no quartiles. A difference that is not positive has no ratio.
+A ratio is vLLM's connector compared with kvhma in each round: the median, with the quartiles in brackets. Above 1 is
+better for kvhma; with 1 between the quartiles it is a tie. Other cells are medians; of two, kvhma's is the first and
+vLLM's connector, or who computes the prompt, is the second. A difference that is not positive has no ratio.
 
-*NixlConnector* is vLLM's as it is. *Even terms* is the same class, whose progress thread sleeps as long as kvhma's and
-whose worker may use all cores. *Own hit* is an engine without a connector whose prefix cache has the prompt, cut to
-whole blocks and one token. *Computes it* is the same engine computing it. No hit is possible where a block is longer
-than the prompt, or vLLM caches no prefixes of the model on CPUs. There a prompt of one token stands for it, which is
-faster than a hit would be. The row of own hits shows the same in D of each connector.
+*NixlConnector*, or *as it is*, is vLLM's. *Even terms* is the same class, whose progress thread sleeps as long as kvhma's
+and whose worker may use all cores. All ratios without a name are on even terms. *Own hit* is an engine without a connector whose prefix
+cache has the prompt, cut to whole blocks and one token. No hit is possible where a block is longer than the prompt, or
+vLLM caches no prefixes of the model on CPUs (Mamba2, MLA): there a prompt of one token stands for it.
 
 A load lasts from the call of `start_load_kv` that starts it to the end of the call of `get_transfer_results` that
 reports it, in D's worker. A time of the connector in a step is the sum of vLLM's calls of it in D's worker; steps
 before the loads only decode the other answer. The gap between two tokens is the time from step to step of D's worker.
-*P's answer* is its time to the one token that it generates.
+*P's answer* is its time to the one token that it generates. *Short spins*: vLLM's processes spin for 1 ms, not a second.
 
 Processor time is that of each thread while P computes the prompt, and from the request at D to 30 ms after its second
 token. An engine's own threads spin while they wait, so their time includes waiting; time within calls of the connector
-does not. With 16 at a time it is a sixteenth of the sum. Groups of threads that need less than 0.05 ms with every
-connector have no row.
+does not. With 16 at a time it is a sixteenth of the sum.
 
 The first request is the first hand-off of two engines that have computed other prompts before. With `prefill_engines`
-(*kvhma, met*) D knows P's address when it starts, and has done the handshake before that request; NixlConnector has no
-such setting.
+(*kvhma, met*) D knows P's address when it starts, and has done the handshake before.
 """
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ from handoffs import cpu
 from handoffs.alone import alone
 from handoffs.bars import draw
 from handoffs.pairs import ENV, transfer
-from handoffs.tables import EVEN, HIT, OURS, THEIRS, compared, rotated
+from handoffs.tables import EVEN, HIT, OURS, THEIRS
+from harness import compared, rotated, table
 from support.engines import Engine, Zygote, make_models
 from support.engines.engine import free_port
 from support.engines.serve_client import bench_serve
@@ -73,12 +74,9 @@ class Measure(NamedTuple):
 
 MEASURES = (
     Measure("requests", "request_throughput", "/s", more=True),
-    Measure("tokens of answers", "output_throughput", "/s", more=True),
     Measure("time to first token, mean", "mean_ttft_ms", " ms"),
-    Measure("the same, median", "median_ttft_ms", " ms"),
     Measure("the same, p99", "p99_ttft_ms", " ms"),
     Measure("time per output token, mean", "mean_tpot_ms", " ms"),
-    Measure("time between tokens, p99", "p99_itl_ms", " ms"),
     Measure("processor time of the engines, a request", "cpu_ms", " ms"),
 )
 
@@ -185,17 +183,10 @@ class Table:
         """Medians, and kvhma's ratio to each other column in the same round with its quartiles."""
         columns = self._columns()
         whole, even = sum(len(found) == len(columns) for found in self.rounds), len(self.rounds)
-        rounds = f"{whole} rounds" + (f", {even} on even terms" if even > whole else "")
-        lines = [
-            f"\n### {self.title}\n",
-            f"{self.requests} requests in a run; {rounds}; {self.starts} starts of all engines.\n",
-            f"| | {' | '.join(columns)} |",
-            "|---" * (len(columns) + 1) + "|",
-        ]
-        for measure in MEASURES:
-            cells = [self._cell(measure, column) for column in columns]
-            lines.append(f"| {measure.what} | {' | '.join(cells)} |")
-        return "\n".join(lines)
+        rounds = f"{whole} rounds" + (f" ({even} on even terms)" if even > whole else "")
+        head = [f"{self.requests} requests in a run, {rounds}, {self.starts} starts", *columns]
+        cells = ([measure.what, *(self._cell(measure, column) for column in columns)] for measure in MEASURES)
+        return f"\n### {self.title}\n\n{table(head, cells)}"
 
     def rates(self) -> dict[str, float]:
         """Requests a second of each column, as a share of kvhma's in the same round: medians."""
@@ -272,9 +263,9 @@ def main() -> None:
                 with tempfile.TemporaryDirectory() as made, Zygote(Path(made) / "zygote.log", env) as zygote:
                     measure(zygote, Path(made), name, start, options, tables)
         finally:  # what was measured before a failure is worth its hour
-            for table in tables.values():
-                print(table.markdown(), flush=True)
-                shown[table.title] = table.rates()
+            for one in tables.values():
+                print(one.markdown(), flush=True)
+                shown[one.title] = one.rates()
     if options.picture:
         about = "Requests a second, compared with kvhma's in the same round: medians; longer is better"
         options.picture.write_text(draw("Serving, by vLLM's own client", about, shown, "{:.2f} ×".format))

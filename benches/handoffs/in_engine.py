@@ -11,7 +11,6 @@ import contextlib
 import functools
 import importlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -156,15 +155,11 @@ class Recorded:
         return around
 
     def bench_process(self) -> dict[str, Any]:
-        """Return this process's id, the names of its threads by their ids, and settings that a connector may change."""
+        """Return this process's id, the names of its threads by their ids."""
         python = {thread.native_id: thread.name for thread in threading.enumerate()}
         return {
             "pid": os.getpid(),
             "threads": {one: python.get(one) or _native(one) for one in thread_ids()},
-            "cores": sorted(os.sched_getaffinity(0)),
-            "switch interval": sys.getswitchinterval(),
-            "order of the convolution's state": os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT", "default"),
-            "UCX_RCACHE_MAX_UNRELEASED": os.environ.get("UCX_RCACHE_MAX_UNRELEASED", "default"),
         }
 
 

@@ -58,8 +58,7 @@ class Turn:
         prefills: time to the first token of P, which gives one.
         calls: the connector's time in each of D's steps between the first order and the last report.
         gaps: from step to step of D, meanwhile.
-        quiet: the same of steps before.
-        quiet_calls: the connector's time in each of those.
+        quiet_calls: the connector's time in each step before.
         processor: processor time of a request, by engine, process and group of threads.
         stages: when each stage was reached, if there was one request.
     """
@@ -70,7 +69,6 @@ class Turn:
     prefills: list[float]
     calls: list[float]
     gaps: list[float]
-    quiet: list[float]
     quiet_calls: list[float]
     processor: dict[str, float]
     stages: dict[str, float]
@@ -147,17 +145,11 @@ class Watched:
             found[f"{process}: {cpu.CALLS}"] = sum(seconds for at, seconds in calls if since.at <= at <= until.at)
         return found
 
-    def set_up(self) -> dict[str, Any]:
-        """The parts of its configuration that could differ between connectors."""
+    def caches(self) -> str:
+        """The groups of its caches."""
         groups = self.engine.rpc("e2e_groups")[0]
         kinds = Counter(f"{one['kind']} of {one['block_size']}, {one['page_bytes']} B" for one in groups)
-        found: dict[str, Any] = {
-            "groups": "; ".join(f"{count} × {kind}" for kind, count in kinds.items()),
-            "blocks": self.engine.state()["all_blocks"],
-        }
-        for one in self.ask_both("bench_process")[:1]:
-            found |= {name: value for name, value in one.items() if name not in ("pid", "threads")}
-        return found
+        return "; ".join(f"{count} × {kind}" for kind, count in kinds.items())
 
 
 @dataclass
@@ -322,7 +314,6 @@ def summary(
         prefills=prefills,
         calls=[step["calls"] for step in steps[first : last + 1]],
         gaps=gaps[first : last + 1],
-        quiet=gaps[:first],
         quiet_calls=[step["calls"] for step in steps[:first]],
         processor=processor,
         stages=stages(events, answers[0].begun, answers[0].first_seconds or 0.0) if len(answers) == 1 else {},

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows with a column for each connector and floor, and the ratios of measurements of the same round."""
+"""Measures with a column for each connector and floor, ratios of one round, and the tables that they fill."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+from harness import compared, table
 
 OURS, THEIRS, EVEN = "kvhma", "NixlConnector", "NixlConnector, even terms"
 MET = "kvhma, met"
 HIT, COMPUTED = "own hit", "computes it"
 """Columns. `EVEN`: vLLM's connector with our delay of the progress thread and all cores. `MET`: ours with
 `prefill_engines`. `HIT` and `COMPUTED`: an engine without a connector that has the prompt in its prefix cache, or not."""
+
+ORDER = (OURS, MET, THEIRS, EVEN, HIT, COMPUTED)
+RATIO = " / kvhma"
+"""Follows the name of a column that is compared with kvhma's."""
 
 
 @dataclass
@@ -25,37 +30,34 @@ class Row:
     def add(self, column: str, value: float) -> None:
         self.values.setdefault(column, []).append(value)
 
-    def most(self) -> float:
-        """The largest median of any column."""
-        return max(statistics.median(values) for values in self.values.values())
-
-    def cells(self, columns: Sequence[str]) -> list[str]:
-        first, *others = columns
-        cells = [self._median(first)]
-        for column in others:
-            cells += [self._median(column), *(self._ratio(first, column) if column in (THEIRS, EVEN) else ())]
-        return cells
-
-    def _median(self, column: str) -> str:
+    def median(self, column: str) -> str:
         return show(statistics.median(self.values[column]), self.unit) if self.values.get(column) else "–"
 
-    def _ratio(self, of: str, column: str) -> tuple[str]:
-        ours, theirs = self.values.get(of, []), self.values.get(column, [])
+    def ratio(self, column: str) -> str:
+        """A column compared with kvhma's in the same round; above 1 is better for kvhma."""
+        ours, theirs = self.values.get(OURS, []), self.values.get(column, [])
         if not ours or not theirs or len(ours) != len(theirs):
-            return ("–",)
+            return "–"
         if min(*ours, *theirs) <= 0:
-            return ("no ratio",)
-        ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
-        return (compared(ratios),)
+            return "no ratio"
+        return compared([b / a for a, b in zip(ours, theirs, strict=True)])
 
+    def medians(self, column: str) -> str:
+        """Kvhma's median and that of a column."""
+        return f"{self.median(OURS)}; {self.median(column)}"
 
-def compared(ratios: Sequence[float]) -> str:
-    """The median of ratios that are above 1 where kvhma is better, and their quartiles if there are several."""
-    if len(ratios) == 1:
-        return f"{ratios[0]:.2f}×"
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    verdict = "better" if low > 1 else "worse" if high < 1 else "tie"
-    return f"{middle:.2f}× ({low:.2f} to {high:.2f}) {verdict}"
+    def beside(self, column: str) -> str:
+        """Both medians and the ratio."""
+        return f"{self.medians(column)}; {self.ratio(column)}"
+
+    def cells(self) -> dict[str, str]:
+        """A cell for each column with values, and one with the ratio to kvhma where it is a connector of vLLM."""
+        found = {}
+        for column in (column for column in ORDER if column in self.values):
+            found[column] = self.median(column)
+            if column in (THEIRS, EVEN):
+                found[column + RATIO] = self.ratio(column)
+        return found
 
 
 def show(value: float, unit: str) -> str:
@@ -64,17 +66,19 @@ def show(value: float, unit: str) -> str:
     return f"{value / 2**20:,.1f} MiB" if unit == "MiB" else f"{value:,.0f}"
 
 
-def table(title: str, rows: Iterable[Row], columns: Sequence[str] = (OURS, THEIRS, EVEN)) -> str:
-    """Markdown: the first column, and each other one with its ratio to the first where it is a connector of vLLM."""
-    head = [columns[0]]
-    for column in columns[1:]:
-        head += [column, f"/ {columns[0]}"] if column in (THEIRS, EVEN) else [column]
-    lines = [f"\n### {title}\n", f"| | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
-    return "\n".join([*lines, *(f"| {row.what} | {' | '.join(row.cells(columns))} |" for row in rows)])
+class Tables:
+    """Tables by title, filled cell by cell, in the order of the first cell of each table, row and column."""
 
+    def __init__(self) -> None:
+        self._cells: dict[str, dict[str, dict[str, str]]] = {}
 
-def rotated(columns: Sequence[str], number: int) -> list[str]:
-    """The order in a round: each comes first equally often, and every other round runs backwards."""
-    start = number // 2 % len(columns)
-    order = [*columns[start:], *columns[:start]]
-    return order[::-1] if number % 2 else order
+    def add(self, title: str, row: str, cells: dict[str, str]) -> None:
+        self._cells.setdefault(title, {}).setdefault(row, {}).update(cells)
+
+    def markdown(self) -> str:
+        return "\n".join(self._table(title, rows) for title, rows in self._cells.items())
+
+    def _table(self, title: str, rows: dict[str, dict[str, str]]) -> str:
+        columns = dict.fromkeys(column for cells in rows.values() for column in cells)
+        lines = ([row, *(cells.get(column, "") for column in columns)] for row, cells in rows.items())
+        return f"\n### {title}\n\n{table(['', *columns], lines)}"

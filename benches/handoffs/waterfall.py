@@ -55,13 +55,3 @@ def draw(title: str, by_connector: Mapping[str, Mapping[str, float]]) -> str:
             before = at
         y += 2 * _LINE
     return drawing.svg(y)
-
-
-def lines(by_connector: Mapping[str, Mapping[str, float]]) -> str:
-    """The same as Markdown."""
-    head = " | ".join(by_connector)
-    found = [f"| | {head} |", "|---" * (len(by_connector) + 1) + "|"]
-    for stage in STAGES:
-        cells = (f"{of[stage] * 1e3:.2f} ms" if stage in of else "–" for of in by_connector.values())
-        found.append(f"| {stage} | {' | '.join(cells)} |")
-    return "\n".join(found)

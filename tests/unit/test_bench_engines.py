@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benches"))
 
 import connectors
-from handoffs import pairs, tables
+import harness
+from handoffs import pairs
 from handoffs.tables import EVEN, OURS, THEIRS, Row
 from support.engines import Answer
 
@@ -22,7 +23,8 @@ def test_ratios_are_of_the_same_round() -> None:
         row.add(OURS, ours)
         row.add(THEIRS, theirs)
     # 2, 1, 3, 5, 4: the quartiles of five are the second and the fourth.
-    assert row.cells((OURS, THEIRS)) == ["2.00 ms", "6.00 ms", "3.00× (2.00 to 4.00) better"]
+    assert row.cells() == {OURS: "2.00 ms", THEIRS: "6.00 ms", f"{THEIRS} / kvhma": "3.00× (2.00 to 4.00) better"}
+    assert row.medians(THEIRS) == "2.00 ms; 6.00 ms"
 
 
 @pytest.mark.parametrize(
@@ -37,14 +39,13 @@ def test_ratios_are_of_the_same_round() -> None:
     ],
 )
 def test_ratios(ours: list[float], theirs: list[float], expected: str) -> None:
-    row = Row("x", "", {OURS: ours, EVEN: theirs})
-    assert row.cells((OURS, EVEN))[2] == expected
+    assert Row("x", "", {OURS: ours, EVEN: theirs}).ratio(EVEN) == expected
 
 
 @pytest.mark.parametrize("count", [3, 4])
 def test_everyone_comes_first_and_last_equally_often(count: int) -> None:
     columns = "abcd"[:count]
-    orders = [tables.rotated(columns, number) for number in range(2 * count)]
+    orders = [harness.rotated(columns, number) for number in range(2 * count)]
     assert all(sorted(order) == list(columns) for order in orders)
     for place in (0, -1):
         assert sorted(order[place] for order in orders) == sorted(columns * 2)
@@ -70,7 +71,7 @@ def test_summary_of_a_turn() -> None:
     assert turn.first_tokens == [6.0, 7.0]
     assert turn.after == [1.5, 1.5]
     assert turn.calls == [0.25, 0.125, 0.0625]
-    assert (turn.quiet, turn.gaps) == ([1.0], [2.0, 1.0, 4.0])
+    assert (turn.quiet_calls, turn.gaps) == ([0.5], [2.0, 1.0, 4.0])
     assert turn.stages == {}
 
 
@@ -95,7 +96,7 @@ def test_rounds_and_starts_of_a_row(monkeypatch: pytest.MonkeyPatch, seconds: fl
 
     class Pairs(dict):
         def __missing__(self, _: str) -> SimpleNamespace:
-            return SimpleNamespace(hit_tokens=lambda _: 0, d=SimpleNamespace(engine=None))
+            return SimpleNamespace(d=SimpleNamespace(engine=None))
 
     class Warm(connectors.Warm):
         def _round(self, *_: object) -> None:
