@@ -82,11 +82,8 @@ conformance: dev ## write conformance/cases.jsonl.gz anew: what each case has to
 	PYTHONPATH=python:tests $(BIN)/python -m conformance
 
 .PHONY: bench
-bench: dev ## micro-benchmarks: divan for the core, pytest-benchmark for Python, ratios in benches/RESULTS.md
-	cargo bench -q -p kvhma-core
-	$(BIN)/python -m pytest -q benches --benchmark-enable --benchmark-columns=min,median,rounds
+bench: dev ## kvhma against the same work in numpy, and real NIXL, as ratios in benches/RESULTS.md
 	$(BIN)/python benches/ratios.py > benches/RESULTS.md
-	$(BIN)/python benches/cuts.py >> benches/RESULTS.md
 	cat benches/RESULTS.md
 
 # Debian's package; CI goes on without it.
@@ -290,11 +287,6 @@ bench-serve: dev $(E2E)/.ready ## vllm bench serve, beside vLLM's own connector 
 	PYTHONPATH=tests KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python benches/serve.py --picture docs/assets/serve.svg $(ARGS) > benches/RESULTS_SERVE.md
 	cat benches/RESULTS_SERVE.md
 
-.PHONY: bench-torch
-bench-torch: build $(E2E)/.ready ## one buffer for all layers against one for each, in benches/RESULTS_TORCH.md
-	PYTHONPATH=python $(E2E)/bin/python benches/torch_transfer.py > benches/RESULTS_TORCH.md
-	cat benches/RESULTS_TORCH.md
-
 .PHONY: bench-digests
 bench-digests: build $(E2E)/.ready ## digests of what blocks hold, a copy and XXH3 (with the package xxhash), in benches/RESULTS_DIGESTS.md
 	PYTHONPATH=python $(BIN)/python benches/digests.py > benches/RESULTS_DIGESTS.md
@@ -325,13 +317,7 @@ bench-scale: build ## 128 prefill engines and 1,024 decode ranks without bytes, 
 .PHONY: bench-scheduler
 bench-scheduler: build $(E2E)/.ready ## what connectors cost the scheduler's thread for a request, in benches/RESULTS_SCHEDULER.md
 	PYTHONPATH=python:tests $(E2E)/bin/python benches/scheduler_time.py $(ARGS) > benches/RESULTS_SCHEDULER.md
-	PYTHONPATH=python:tests $(E2E)/bin/python benches/following_steps.py >> benches/RESULTS_SCHEDULER.md
 	cat benches/RESULTS_SCHEDULER.md
-
-.PHONY: bench-policies
-bench-policies: build ## when to hand over: policies of a router on a simulated trace, in benches/RESULTS_POLICIES.md
-	PYTHONPATH=python $(BIN)/python benches/policies.py $(ARGS) > benches/RESULTS_POLICIES.md
-	cat benches/RESULTS_POLICIES.md
 
 .PHONY: counts
 counts: build ## descriptors and bytes of every model, in benches/COUNTS.md

@@ -413,10 +413,10 @@ A ratio is vLLM's connector compared with kvhma in each round: the median, with 
 better for kvhma; with 1 between the quartiles it is a tie. Other cells are medians; of two, kvhma's is the first and
 vLLM's connector, or who computes the prompt, is the second. A difference that is not positive has no ratio.
 
-*NixlConnector*, or *as it is*, is vLLM's. *Even terms* is the same class, whose progress thread sleeps as long as kvhma's
-and whose worker may use all cores. All ratios without a name are on even terms. *Own hit* is an engine without a connector whose prefix
-cache has the prompt, cut to whole blocks and one token. No hit is possible where a block is longer than the prompt, or
-vLLM caches no prefixes of the model on CPUs (Mamba2, MLA): there a prompt of one token stands for it.
+*NixlConnector*, or *as it is*, is vLLM's. *Even terms* is the same class, whose progress thread sleeps as long as
+kvhma's and whose worker may use all cores. All ratios without a name are on even terms. *Own hit*
+is an engine without a connector whose prefix cache has the prompt, cut to whole blocks and one token. Where no hit is
+possible, a prompt of one token stands for it: if a block is longer than the prompt, and for Mamba2 and MLA on CPUs.
 
 A load lasts from the call of `start_load_kv` that starts it to the end of the call of `get_transfer_results` that
 reports it, in D's worker. A time of the connector in a step is the sum of vLLM's calls of it in D's worker; steps

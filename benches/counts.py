@@ -27,6 +27,8 @@ from kvhma.permute import permuted_reads
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 
 PROMPTS = (128, 1_000, 5_000, 32_000)
+SHOWN = 5_000
+"""The prompt with a line for each model; all prompts are in the short tables."""
 POOLS: tuple[Pool, ...] = ("fresh", "used")
 NEVER_CUT = 2**62
 """As `descriptor_bytes`: a last block is always moved whole."""
@@ -230,7 +232,7 @@ def report(found: Sequence[Row]) -> None:
         "sources. *Whole blocks* is what a mover needs that reads each live block of each layer whole, a descriptor for "
         "each. It takes P's ranks for one, so it is a least where heads come from several.\n\n"
         "*fresh*: block ids ascend, group after group, on both sides. *used*: seeded stretches of 1 to 8 blocks, up "
-        "and down, with jumps. Kernel blocks are FlashInfer's choice, pages have heads outside of tokens (LBHNC), "
+        "and down, with jumps. Prompts have 128, 1,000, 5,000 and 32,000 tokens; the last tables show 5,000. Kernel blocks are FlashInfer's choice, pages have heads outside of tokens (LBHNC), "
         "unless the heading says otherwise.\n\n"
         "P's blocks may be shorter, with heads outside of tokens. Then kvhma copies each head of each of P's blocks "
         "separately: more descriptors, and no work for D's device. With `permute_bytes` it reads whole blocks of P, and D "
@@ -262,7 +264,7 @@ def report(found: Sequence[Row]) -> None:
             "| model | tokens | whole blocks | kvhma, fresh | kvhma, used | MiB: whole blocks | kvhma |\n"
             "|---|---|---|---|---|---|---|"
         )
-        mine = [one for one in found if one.pairing is pairing]
+        mine = [one for one in found if one.pairing is pairing and one.tokens == SHOWN]
         for fresh, used in zip(mine[::2], mine[1::2], strict=True):
             print(line(fresh, used))
         print()

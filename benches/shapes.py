@@ -25,7 +25,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-import cuts
 import kvhma
 from drawing import COLUMN, Drawing
 from kvhma import Axis, Geometry, Group, Layer, Page, Part, Region, Span, lowlevel
@@ -40,6 +39,9 @@ LEAST_IDS = 1 << 17
 """Below so many ids the system's count of pages says nothing about one of them."""
 PRIME = 1_048_583
 """Blocks of a pool: steps modulo a prime make an order in which no two blocks are neighbours."""
+
+PAIRS = ((2048, 2048), (2048, 1024), (2048, 2016), (2048, 2040), (2047, 2048), (2089, 2088), (2095, 2096))
+"""Kernel blocks of both sides that cut each other in one way to thousands."""
 
 Call: TypeAlias = Callable[[], Any]
 
@@ -217,14 +219,23 @@ def over_requests() -> Points:
         yield f"{requests:,}", {"DescriptorOrder.batch_ids": (requests * 128 * 8, call)}
 
 
+def cut_side(block: int, base: int) -> Geometry:
+    """64 layers in as many regions, 4 heads of 64 bytes outside of the tokens of a block."""
+    axes = (Axis("heads", 4, block * 64), Axis("tokens", block, 64), Axis("content", 32, 2))
+    page, stride = Page((Part("kv", "bfloat16", 2, 0, axes),)), 4 * block * 64
+    regions = tuple(Region(base + index * (stride * 3 + 4096), stride * 3) for index in range(64))
+    layers = tuple(Layer(f"layers.{index}", 0, index, 0, 3, stride, page) for index in range(64))
+    return Geometry(regions, (Group("full", block),), layers)
+
+
 def over_cuts() -> Points:
     """One token of 64 layers: its plan once searched all ways in which kernel blocks cut each other."""
-    for pair in (*cuts.PAIRS, (2095, 2096)):
-        sides = (cuts.side(block, base, 1) for block, base in zip(pair, (1 << 40, 1 << 50), strict=True))
+    one = [Span(0, [1])]
+    for pair in PAIRS:
+        sides = (cut_side(block, base) for block, base in zip(pair, (1 << 40, 1 << 50), strict=True))
         plan = kvhma.plan(*sides, descriptor_bytes=0)
-        spans = [cuts.span(block, 1) for block in pair]
-        call = lambda plan=plan, spans=spans: plan.transfer(1, *spans)  # noqa: E731
-        yield f"{pair[0]}, {pair[1]}", {"Plan.transfer": (plan.transfer(1, *spans).descriptors, call)}
+        call = lambda plan=plan: plan.transfer(1, one, one)  # noqa: E731
+        yield f"{pair[0]}, {pair[1]}", {"Plan.transfer": (call().descriptors, call)}
 
 
 def lines(axis: Callable[[], Points], passes: int = PASSES) -> list[Line]:
