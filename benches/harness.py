@@ -8,20 +8,22 @@ import statistics
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+Key = TypeVar("Key")
 
 BURST = 0.001
 """Seconds of a burst: shorter than the time that a busy machine lets a process run at a stretch."""
 
 
-def in_turns(calls: Mapping[str, Callable[[], Any]], rounds: int = 200, burst: float = BURST) -> dict[str, float]:
+def in_turns(calls: Mapping[Key, Callable[[], Any]], rounds: int = 200) -> dict[Key, float]:
     """Return the fastest mean time of each call in seconds: bursts of the calls alternate, so noise affects all."""
     counts = {}
     for name, call in calls.items():
         call()
         start = time.perf_counter()
         call()
-        counts[name] = max(1, int(burst / max(time.perf_counter() - start, 1e-7)))
+        counts[name] = max(1, int(BURST / max(time.perf_counter() - start, 1e-7)))
     fastest = dict.fromkeys(calls, float("inf"))
     # Without garbage collections the side that makes more objects is at its best.
     gc.collect()

@@ -3,7 +3,7 @@
 thread.
 
 One process has the listener, and a thread that computes in Python as a scheduler does. This process has the decode
-engines: plain connections that all three listeners see in the same way, so that asking costs the same. Prints Markdown,
+engines: plain connections that both listeners see in the same way, so that asking costs the same. Prints Markdown,
 which is benches/RESULTS_LISTENER.md. Needs vLLM.
 """
 
@@ -27,11 +27,10 @@ from importlib.metadata import distributions, version
 from multiprocessing.connection import Connection
 
 import msgspec
-import zmq
 
-from kvhma.vllm.peers.client import Client
+from harness import section
 from kvhma.vllm.peers.server import Listener, LocalEngine
-from kvhma.vllm.wire.messages import AskWorkerIdentity, Leases, LeaseState, Renew, frame
+from kvhma.vllm.wire.messages import AskWorkerIdentity, LeaseState, Renew, frame
 from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.secrets import Secrets
 
@@ -93,22 +92,6 @@ def start_vllm(port: int) -> None:
     arguments = ({(0, 0): IDENTITY}, ready, threading.Event(), "127.0.0.1", port)
     threading.Thread(target=NixlBaseConnectorScheduler._nixl_handshake_listener, args=arguments, daemon=True).start()
     ready.wait()
-
-
-def start_old(port: int) -> None:
-    """Protocol 2: a ROUTER, polled, and an answer to each message."""
-
-    def run() -> None:
-        with zmq.Context.instance().socket(zmq.ROUTER) as router:
-            router.bind(f"tcp://127.0.0.1:{port}")
-            while True:
-                if router.poll(200):
-                    peer, empty, data = router.recv_multipart(zmq.NOBLOCK)
-                    claims = msgspec.msgpack.decode(data, type=Renew).claims
-                    answer = msgspec.msgpack.encode(Leases([LeaseState.HELD] * len(claims)))
-                    router.send_multipart([peer, empty, answer], zmq.NOBLOCK)
-
-    threading.Thread(target=run, daemon=True).start()
 
 
 def serve(pipe: Connection, start: Callable[[int], None], port: int) -> None:
@@ -333,51 +316,26 @@ def table(count: int) -> None:
             rows[kind.name, name].append(measure(kind, question, count))
     found = {key: median(some) for key, some in rows.items()}
     base = found["vLLM", "identity"]
-    print(f"\n## {count} decode engines\n")
-    print(
-        "| listener | question | questions/s | of vLLM's | p50 ms | p99 ms | CPU µs | of vLLM's | connect ms "
-        "| paced p50 ms | paced p99 ms | scheduler loses |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
-    for (name, question), row in found.items():
-        print(
-            f"| {name} | {question} | {row.rate:,.0f} | {row.rate / base.rate:.2f}× | {row.p50 * 1e3:.1f} "
-            f"| {row.p99 * 1e3:.1f} | {row.cpu * 1e6:.0f} | {row.cpu / base.cpu:.2f}× | {row.connect * 1e3:.2f} "
-            f"| {row.paced_p50 * 1e3:.2f} | {row.paced_p99 * 1e3:.1f} | {row.lost:.0%} |"
+    head = ("listener", "question", "questions/s", "of vLLM's", "p50 ms", "p99 ms", "CPU µs", "of vLLM's", "connect ms")
+    head += ("paced p50 ms", "paced p99 ms", "scheduler loses")
+    cells = (
+        (
+            *asked,
+            f"{row.rate:,.0f}",
+            f"{row.rate / base.rate:.2f}×",
+            f"{row.p50 * 1e3:.1f}",
+            f"{row.p99 * 1e3:.1f}",
+            f"{row.cpu * 1e6:.0f}",
+            f"{row.cpu / base.cpu:.2f}×",
+            f"{row.connect * 1e3:.2f}",
+            f"{row.paced_p50 * 1e3:.2f}",
+            f"{row.paced_p99 * 1e3:.1f}",
+            f"{row.lost:.0%}",
         )
-
-
-def round_trips() -> None:
-    """One client and one listener, in turns with the sockets of protocol 2."""
-    question = Renew([CLAIM])
-    trips: dict[str, list[float]] = {"ZeroMQ, as before": [], "TCP": [], "TCP with a secret": []}
-    with (
-        process(start_old) as (old_port, _),
-        process(functools.partial(start_kvhma, secret=False)) as (port, _),
-        process(functools.partial(start_kvhma, secret=True)) as (secret_port, _),
-        zmq.Context.instance().socket(zmq.REQ) as old,
-        Client(Address("127.0.0.1", port), 5, Secrets()) as plain,
-        Client(Address("127.0.0.1", secret_port), 5, CLIENT_SECRETS) as encrypted,
-    ):
-        old.connect(f"tcp://127.0.0.1:{old_port}")
-
-        def ask_old() -> None:
-            old.send(msgspec.msgpack.encode(question), zmq.NOBLOCK)
-            old.poll(5000)
-            msgspec.msgpack.decode(old.recv(zmq.NOBLOCK), type=Leases)
-
-        ways = (ask_old, lambda: plain.ask(question, Leases), lambda: encrypted.ask(question, Leases))
-        for _ in range(40):
-            for (_, took), ask in zip(trips.items(), ways, strict=True):
-                for _ in range(100):
-                    began = time.perf_counter()
-                    ask()
-                    took.append(time.perf_counter() - began)
-    base = statistics.median(trips["ZeroMQ, as before"])
-    print("\n## One question and its answer\n\n| connection | p50 µs | p99 µs | p50, of before |\n|---|---|---|---|")
-    for name, took in trips.items():
-        cuts = statistics.quantiles(took, n=100)
-        print(f"| {name} | {cuts[49] * 1e6:.0f} | {cuts[98] * 1e6:.0f} | {cuts[49] / base:.2f}× |")
+        for asked, row in found.items()
+    )
+    print()
+    section(f"{count} decode engines", head, cells)
 
 
 def main() -> None:
@@ -385,7 +343,6 @@ def main() -> None:
     print(f"{platform.machine()}, Python {platform.python_version()}, vLLM {version_of_vllm()}, {ssl.OPENSSL_VERSION}")
     for count in ENGINES:
         table(count)
-    round_trips()
     print(NOTES)
 
 

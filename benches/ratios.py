@@ -1,24 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure both sides in one run and print ratios as Markdown, which is benches/RESULTS.md.
 
-Times are the best of several repeats, because these are noisy machines; only ratios and counts are meaningful.
+Times are the best of several repeats, because machines are noisy; only ratios and counts are meaningful.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import mmap
 import os
 import platform
 import random
-import resource
 import sys
-import textwrap
 import time
-from array import array
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -27,52 +21,20 @@ import numpy as np
 
 import kvhma
 from counts import POOLS, block_tables, pool_blocks
+from harness import in_turns, section
 from kvhma import Axis, Geometry, Group, Layer, Page, Part, Region, Span, lowlevel
-from kvhma._kvhma import CheckedGeometry
-from kvhma.models import model, models
+from kvhma.models import model
 from kvhma.models.vllm_layout import LayoutOptions, layout
 from kvhma.vllm.prompts.prompt import prompt_digest
 
-REPEATS = 7
 NORESERVE = 0x4000
 """``MAP_NORESERVE`` of Linux, which Python has no name for: the caches are larger than the memory."""
 MAPPED: list[mmap.mmap] = []
 
 
-def best(call: Callable[[], Any], seconds: float = 0.25) -> float:
-    """Return the fastest mean time of one call, in microseconds."""
-    call()
-    start = time.perf_counter()
-    call()
-    count = max(1, int(seconds / REPEATS / max(time.perf_counter() - start, 1e-7)))
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        times.append((time.perf_counter() - start) / count)
-    return min(times) * 1e6
-
-
-def in_turns(*calls: Callable[[], Any], rounds: int = 200) -> list[float]:
-    """Return the fastest single call of each, in microseconds; they alternate, so that noise affects all of them."""
-    fastest = [float("inf")] * len(calls)
-    for _ in range(rounds):
-        for index, call in enumerate(calls):
-            start = time.perf_counter()
-            call()
-            fastest[index] = min(fastest[index], time.perf_counter() - start)
-    return [seconds * 1e6 for seconds in fastest]
-
-
-def table(title: str, head: Iterable[str], rows: Iterable[Iterable[Any]], note: str = "") -> None:
-    head = list(head)
-    print(f"## {title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
-    for row in rows:
-        print(f"| {' | '.join(str(cell) for cell in row)} |")
-    print()
-    if note:
-        print(textwrap.fill(note, 120, break_long_words=False, break_on_hyphens=False) + "\n")
+def micros(*calls: Callable[[], Any], rounds: int = 200) -> list[float]:
+    """Return the fastest mean time of each call, in microseconds."""
+    return [1e6 * seconds for seconds in in_turns(dict(enumerate(calls)), rounds).values()]
 
 
 def attention(regions: int, blocks: int, base: int, groups: int = 1, heads: int = 8, window: int = 1024) -> Geometry:
@@ -92,40 +54,6 @@ def attention(regions: int, blocks: int, base: int, groups: int = 1, heads: int 
 
 def plan_of(regions: int, blocks: int, **more: Any) -> kvhma.Plan:
     return kvhma.plan(attention(regions, blocks, 1 << 30, **more), attention(regions, blocks, 1 << 45, **more))
-
-
-def views() -> None:
-    rows = []
-    for blocks in (1_000, 50_000, 1_000_000):
-        local, remote = attention(64, blocks, 1 << 30), attention(64, blocks, 1 << 45)
-        ours = best(lambda local=local, remote=remote: kvhma.plan(local, remote).views(0))
-        array = kvhma.plan(local, remote).views(0)[0]
-        bases = np.array([region.base for region in local.regions], dtype=np.uint64)
-
-        def listed(bases=bases, blocks=blocks) -> Any:
-            rows = np.empty((64, blocks, 3), dtype=np.uint64)
-            rows[:, :, 0] = bases[:, None] + np.arange(blocks, dtype=np.uint64) * np.uint64(65536)
-            rows[:, :, 1], rows[:, :, 2] = 65536, 0
-            return rows.reshape(-1, 3)
-
-        theirs = best(listed, 0.1)
-        rows.append(
-            (
-                f"{blocks:,}",
-                f"{ours:.0f} µs",
-                f"{array.nbytes:,} B",
-                f"{theirs:,.0f} µs",
-                f"{64 * blocks * 24:,} B",
-                f"{theirs / ours:,.0f}×",
-            )
-        )
-    note = "The plan is in our time, and both sides of it; the list is one side. Ours does not depend on the blocks."
-    table(
-        "Strided views, 64 regions",
-        ("blocks", "plan + views", "memory", "numpy N×3 list", "memory", "ratio"),
-        rows,
-        note,
-    )
 
 
 def gemma_lists(blocks: int, seed: int) -> tuple[list[list[int]], list[Span]]:
@@ -165,92 +93,21 @@ def ids() -> None:
     assert len(got.local) == 9020
     arrays = [[Span(span.first, np.asarray(span.ids, dtype=np.int32)) for span in side] for side in (local, remote)]
     flat = [block for table in mine + theirs for block in table]
-    times = {
-        "kvhma, lists in": best(ours),
-        "kvhma, int32 arrays in": best(lambda: plan.ids(tokens, *arrays)),
-        "numpy: the same (range and doubles checked, pairs sorted)": best(same),
-        "numpy: ids only": best(bare),
-        "floor: kvhma reads 1,804 ints from lists": best(lambda: lowlevel.expand_blocks(flat, 1)),
-        "floor: numpy reads them": best(lambda: np.asarray(flat, dtype=np.int32)),
-    }
+    times = in_turns(
+        {
+            "kvhma, lists in": ours,
+            "kvhma, int32 arrays in": lambda: plan.ids(tokens, *arrays),
+            "numpy: the same (range and doubles checked, pairs sorted)": same,
+            "numpy: ids only": bare,
+            "floor: kvhma reads 1,804 ints from lists": lambda: lowlevel.expand_blocks(flat, 1),
+            "floor: numpy reads them": lambda: np.asarray(flat, dtype=np.int32),
+        }
+    )
     first = times["kvhma, lists in"]
-    rows = [(name, f"{value:.1f} µs", f"{value / first:.1f}×") for name, value in times.items()]
-    table(
+    section(
         "gemma-3-27b, 8k prompt: lists in, both int32 arrays out (902 blocks, 10 regions, 9,020 ids a side)",
         ("", "time", "of kvhma"),
-        rows,
-    )
-
-
-def page_faults(call: Callable[[], Any]) -> float:
-    """How many pages a call gets from the kernel, once it was called before."""
-    call()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(REPEATS):
-        call()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / REPEATS
-
-
-def scattered() -> None:
-    blocks, count, regions = 9000, 8192, 64
-    plan = plan_of(regions, blocks)
-    rng = random.Random(3)
-    mine, theirs = (np.array(rng.sample(range(1, blocks), count), dtype=np.int32) for _ in range(2))
-    spans = [Span(0, mine)], [Span(0, theirs)]
-    page = np.uint64(65536)
-    bases = [
-        np.array([region.base for region in attention(regions, blocks, base).regions], dtype=np.uint64)
-        for base in (1 << 30, 1 << 45)
-    ]
-
-    def numpy_runs() -> Any:
-        order = np.argsort(mine, kind="stable")
-        sides = [
-            (base[:, None] + side[order].astype(np.uint64) * page).ravel()
-            for base, side in zip(bases, (mine, theirs), strict=True)
-        ]
-        breaks = np.ones(len(sides[0]), dtype=bool)
-        breaks[1:] = (np.diff(sides[0]) != page) | (np.diff(sides[1]) != page)
-        first = np.flatnonzero(breaks)
-        lengths = np.diff(np.append(first, len(breaks))).astype(np.uint64) * page
-        out = []
-        for side in sides:
-            rows = np.zeros((len(first), 3), dtype=np.uint64)
-            rows[:, 0], rows[:, 1] = side[first], lengths
-            out.append(rows)
-        return out
-
-    def ours() -> Any:
-        return plan.transfer(count * 16, *spans)
-
-    got, expected = ours().reads[0], numpy_runs()
-    assert np.array_equal(got.local, expected[0])
-    assert np.array_equal(got.remote, expected[1])
-    shape, written = got.local.shape, 2 * got.local.nbytes
-    kept = [np.empty(shape, np.uint64) for _ in range(2)]
-    times = {
-        "kvhma": ours,
-        "numpy": numpy_runs,
-        "floor: numpy fills two new arrays of that size": lambda: [np.full(shape, 7, np.uint64) for _ in range(2)],
-        "floor: numpy fills two arrays that it has": lambda: [array.fill(7) for array in kept],
-    }
-    taken = dict(zip(times, in_turns(*times.values(), rounds=60), strict=True))
-    table(
-        f"Scattered arrays to runs: {regions} regions × {count:,} blocks, {len(got.local):,} runs",
-        ("", "time", "of kvhma", "written", "page faults"),
-        [
-            (
-                name,
-                f"{value / 1e3:.1f} ms",
-                f"{value / taken['kvhma']:.1f}×",
-                f"{written / value / 1e3:.1f} GB/s",
-                f"{page_faults(times[name]):,.0f}",
-            )
-            for name, value in taken.items()
-        ],
-        f"Both sides write {written:,} bytes, and read 8 bytes for each block of a side. The written column is these bytes "
-        "over the time: where kvhma's is near that of the floors, memory is the limit. The aim is 5×. Page "
-        "faults, if there are any, take time of both sides.",
+        [(name, f"{value * 1e6:.1f} µs", f"{value / first:.1f}×") for name, value in times.items()],
     )
 
 
@@ -274,7 +131,7 @@ def beside_the_floor() -> None:
                 asked = partial(call, count * 16, [Span(0, mine)], [Span(0, theirs)])
                 read = asked().reads[0]
                 arrays = [array.copy() for array in (mine, theirs, read.local, read.remote)]
-                ours, floor, least = in_turns(
+                ours, floor, least = micros(
                     asked,
                     lambda arrays=arrays: [array.copy() for array in arrays],
                     partial(call, 16, alone, alone),
@@ -283,10 +140,10 @@ def beside_the_floor() -> None:
                 ratio = f"**{ours / floor:.1f}×**"
                 cells += [f"{len(read.local):,}", f"{ours:,.1f} µs", f"{floor:,.1f} µs", ratio, f"{least:.1f} µs"]
                 times.append((ours, floor))
-            (checks,) = in_turns(partial(checked_by_numpy, mine, theirs, blocks), rounds=max(20, 400_000 // count // 4))
+            (checks,) = micros(partial(checked_by_numpy, mine, theirs, blocks), rounds=max(20, 400_000 // count // 4))
             with_checks = " and ".join(f"{ours / (floor + checks):.1f}×" for ours, floor in times)
             rows.append((f"{count:,}, {order}", *cells, f"{checks:,.1f} µs", with_checks))
-    table(
+    section(
         f"Plans beside the floor: {regions} regions, int32 arrays in",
         (
             "blocks",
@@ -317,27 +174,6 @@ def checked_by_numpy(mine: Any, theirs: Any, blocks: int) -> Any:
         return mine, theirs
     order = np.argsort(mine, kind="stable")
     return mine[order], theirs[order]
-
-
-def lists() -> None:
-    counts, regions = 20_000, 64
-    bases = [(1 << 30) + index * (1 << 36) for index in range(regions)]
-    ours = best(lambda: lowlevel.fa_descriptors(bases, [65536] * regions, [65536] * regions, [counts] * regions), 0.5)
-
-    def numpy_list() -> Any:
-        rows = np.empty((regions, counts, 3), dtype=np.uint64)
-        rows[:, :, 0] = np.array(bases, dtype=np.uint64)[:, None] + np.arange(counts, dtype=np.uint64) * np.uint64(
-            65536
-        )
-        rows[:, :, 1], rows[:, :, 2] = 65536, 0
-        return rows.reshape(-1, 3)
-
-    theirs = best(numpy_list, 0.5)
-    rows = [
-        ("kvhma.lowlevel.fa_descriptors", f"{ours / 1e3:.2f} ms", "1×"),
-        ("numpy", f"{theirs / 1e3:.2f} ms", f"{theirs / ours:.1f}×"),
-    ]
-    table(f"Every block as a descriptor, {regions * counts:,} rows", ("", "time", "of kvhma"), rows)
 
 
 def orders() -> None:
@@ -401,7 +237,7 @@ def orders() -> None:
                 )
             )
     note = "Pairs of random lists on both sides have few neighbours: sorting does not help there, and this is a tie."
-    table(
+    section(
         f"Order of the lists on real NIXL: {regions} regions × {count:,} blocks of 4 KiB, two agents in one process",
         ("lists", "posted as given", "time", "posted sorted", "time", "ratio"),
         rows,
@@ -438,7 +274,7 @@ def prepared() -> None:
                 count = plan.transfer(tokens, *spans).descriptors
                 what = (f"{name}, {tokens:,} tokens, {order}, {pool}", f"{count:,}")
                 rows.append((*what, *(f"{taken:,.0f} µs" for taken in times), f"{once:,.0f} µs"))
-    table(
+    section(
         "Descriptors or prepared lists: from spans to the handle that NIXL posts",
         ("request", "descriptors", "`transfer`", "+ NIXL", "`ids`", "+ NIXL", "lists, once a pair"),
         rows,
@@ -469,20 +305,15 @@ def made(reader: Any, plan: kvhma.Plan, request: tuple[Any, ...], lists: list[An
     def chosen() -> None:
         nixl.make_prepped_xfer("READ", lists[0]._handle, ids.local, lists[1]._handle, ids.remote, b"").release()
 
-    return [best(call) for call in (lambda: plan.transfer(*request), descriptors, lambda: plan.ids(*request), chosen)]
+    return micros(lambda: plan.transfer(*request), descriptors, lambda: plan.ids(*request), chosen)
 
 
 def digest_row(what: str, ids: list[int]) -> tuple[str, ...]:
     nothing = {"lora_request": None, "mm_features": [], "cache_salt": None, "prompt_embeds": None}
     asked: Any = SimpleNamespace(_all_token_ids=ids, **nothing)
 
-    def listed() -> str:
-        taken = ids[:]  # as a slice of vLLM's read-only view of the ids
-        return hashlib.blake2b(array("q", taken).tobytes(), digest_size=16).hexdigest()
-
-    ours, before, floor = in_turns(lambda: prompt_digest(asked, len(ids)), listed, lambda: sum(ids))
-    times = (f"{before / ours:.1f}×", f"{100 * ours / before:.0f} %", f"{floor / ours:.2f}×")
-    return (f"{len(ids):,}, {what}", f"{ours:.0f} µs", *times)
+    ours, floor = micros(lambda: prompt_digest(asked, len(ids)), lambda: sum(ids))
+    return (f"{len(ids):,}, {what}", f"{ours:.0f} µs", f"{floor / ours:.2f}×")
 
 
 def digests() -> None:
@@ -493,50 +324,13 @@ def digests() -> None:
         rows.append(digest_row("in a row", [rng.randrange(200_000) for _ in range(tokens)]))
         heap = [rng.randrange(200_000) for _ in range(8 * tokens)]
         rows.append(digest_row("spread", [heap[index] for index in rng.sample(range(len(heap)), tokens)]))
-    table(
+    section(
         "The digest of a prompt's tokens",
-        ("tokens", "kvhma", "before: copies, BLAKE2b", "of before", "floor: Python adds them up"),
+        ("tokens", "kvhma", "floor: Python adds them up"),
         rows,
-        "The aim, 10 % of the former time, is missed: each id is a separate object, and reading all of them once takes "
-        "longer than that. For `spread` the heap has eight times as many ids.",
+        "Each id is a separate object, and reading all of them once is most of the time. For `spread` the heap has eight "
+        "times as many ids.",
     )
-
-
-def geometries() -> None:
-    """A peer's geometry is read once: Rust's parse and check is nearly all of it."""
-    largest = max(
-        (layout(one, LayoutOptions(num_blocks=200, kernel_block="flashinfer")) for one in models().values()), key=size
-    )
-    many = replace(
-        largest, layers=tuple(replace(largest.layers[-1], name=f"model.layers.{index}.attn") for index in range(16_000))
-    )
-    rows = []
-    for name, geometry in (("largest of the models", largest), ("16,000 layers", many)):
-        text = geometry.to_json()
-
-        def with_values(text: bytes = text) -> Any:
-            read = Geometry.from_json(text)
-            return read.regions, read.groups, read.layers
-
-        parse, read, used, loads = in_turns(
-            partial(CheckedGeometry, text),
-            partial(Geometry.from_json, text),
-            with_values,
-            partial(json.loads, text),
-            rounds=50,
-        )
-        ratios = (f"{time / parse:.2f}×" for time in (read, used, loads))
-        rows.append((f"{name}, {len(text):,} bytes", f"{parse:.0f} µs", *ratios))
-    table(
-        "A geometry read from JSON",
-        ("geometry", "parse and check", "kvhma.Geometry.from_json", "and all its Python values", "json.loads alone"),
-        rows,
-        "The aim was at most 1.3 times the one parse. Regions, groups and layers become Python values when they are first asked for.",
-    )
-
-
-def size(geometry: Geometry) -> int:
-    return len(geometry.to_json())
 
 
 def main() -> None:
@@ -545,11 +339,11 @@ def main() -> None:
     print(
         f"{platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}, kvhma {kvhma.__version__}\n"
     )
-    for section in (views, ids, scattered, beside_the_floor, lists, orders, prepared, digests, geometries):
-        if len(sys.argv) > 1 and section.__name__ not in sys.argv[1:]:
+    for part in (ids, beside_the_floor, orders, prepared, digests):
+        if len(sys.argv) > 1 and part.__name__ not in sys.argv[1:]:
             continue
-        print(f"{section.__name__} ...", file=sys.stderr)
-        section()
+        print(f"{part.__name__} ...", file=sys.stderr)
+        part()
 
 
 if __name__ == "__main__":
