@@ -299,20 +299,10 @@ GPU_PYTHON = $(E2E)/bin/python
 gpu: $(if $(filter $(E2E)/bin/python,$(GPU_PYTHON)),build $(E2E)/.ready) ## what only a device can show, eleven steps, in benches/RESULTS_GPU.md
 	PYTHONPATH=python:tests $(GPU_PYTHON) -m gpu --output benches $(ARGS)
 
-.PHONY: bench-vllm
-bench-vllm: build $(E2E)/.ready ## against vLLM's own functions, in benches/RESULTS_VLLM.md (sets up .venv-e2e, 6 GB)
-	PYTHONPATH=python $(E2E)/bin/python benches/against_vllm.py > benches/RESULTS_VLLM.md
-	cat benches/RESULTS_VLLM.md
-
 .PHONY: bench-listener
 bench-listener: build $(E2E)/.ready ## many decode engines against one listener, in benches/RESULTS_LISTENER.md
 	PYTHONPATH=python $(E2E)/bin/python benches/listener.py > benches/RESULTS_LISTENER.md
 	cat benches/RESULTS_LISTENER.md
-
-.PHONY: bench-scale
-bench-scale: build ## 128 prefill engines and 1,024 decode ranks without bytes, in benches/RESULTS_SCALE.md
-	PYTHONPATH=python:tests $(BIN)/python benches/scale.py $(ARGS) > benches/RESULTS_SCALE.md
-	cat benches/RESULTS_SCALE.md
 
 .PHONY: bench-scheduler
 bench-scheduler: build $(E2E)/.ready ## what connectors cost the scheduler's thread for a request, in benches/RESULTS_SCHEDULER.md

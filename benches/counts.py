@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, Literal
 
 import kvhma
+from harness import table
 from kvhma.cli.block_tables import BlockTables, Pool, block_tables
 from kvhma.cli.columns import Count, total, whole_blocks
 from kvhma.errors import LayoutError
@@ -238,13 +239,12 @@ def report(found: Sequence[Row]) -> None:
         "separately: more descriptors, and no work for D's device. With `permute_bytes` it reads whole blocks of P, and D "
         "permutes them."
     )
-    for of, title in (
-        ("kvhma", "`Plan.transfer`"),
-        ("permuted", "`Plan.transfer`, and whole blocks of P in its order"),
-        ("ids", "`Plan.ids`"),
-    ):
-        print(f"## In short: {title}\n")
-        in_short(found, of)
+    print("## In short\n")
+    write(
+        "Of all rows of a pairing: how many have fewer, as many and more descriptors or bytes than whole blocks. *In P's "
+        "order*: `Plan.transfer` with whole blocks of P in its order."
+    )
+    in_short(found)
     print("No row has more bytes.\n" if not any(more_bytes(one) for one in found) else "Some rows have more bytes.\n")
     print("## `descriptor_bytes`\n")
     write(
@@ -260,29 +260,28 @@ def report(found: Sequence[Row]) -> None:
     print()
     for pairing in PAIRINGS:
         print(f"## {pairing.name}\n")
-        print(
-            "| model | tokens | whole blocks | kvhma, fresh | kvhma, used | MiB: whole blocks | kvhma |\n"
-            "|---|---|---|---|---|---|---|"
-        )
+        head = ("model", "tokens", "whole blocks", "kvhma, fresh", "kvhma, used", "MiB: whole blocks", "kvhma")
+        print(table(head, ()))
         mine = [one for one in found if one.pairing is pairing and one.tokens == SHOWN]
         for fresh, used in zip(mine[::2], mine[1::2], strict=True):
             print(line(fresh, used))
         print()
 
 
-def in_short(found: Sequence[Row], of: str) -> None:
-    print(
-        "| pairing | rows | fewer descriptors | equal | more | fewer bytes | equal | more |\n|---|---|---|---|---|---|---|---|"
-    )
+def in_short(found: Sequence[Row]) -> None:
+    ways = (("kvhma", "`Plan.transfer`"), ("permuted", "in P's order"), ("ids", "`Plan.ids`"))
+    head = ["pairing", "rows", *(f"{title}: {unit}" for _, title in ways for unit in ("descriptors", "bytes"))]
+    lines = []
     for pairing in PAIRINGS:
         mine = [one for one in found if one.pairing is pairing]
         cells = []
-        for unit in ("descriptors", "bytes"):
-            ours = [(getattr(getattr(one, of), unit), getattr(one.blocks, unit)) for one in mine]
-            signs = Counter((own > whole) - (own < whole) for own, whole in ours)
-            cells += [signs[sign] for sign in (-1, 0, 1)]
-        print(f"| {pairing.name} | {len(mine)} | {' | '.join(map(str, cells))} |")
-    print()
+        for of, _ in ways:
+            for unit in ("descriptors", "bytes"):
+                ours = [(getattr(getattr(one, of), unit), getattr(one.blocks, unit)) for one in mine]
+                signs = Counter((own > whole) - (own < whole) for own, whole in ours)
+                cells.append(" / ".join(str(signs[sign]) for sign in (-1, 0, 1)))
+        lines.append((pairing.name, len(mine), *cells))
+    print(table(head, lines) + "\n")
 
 
 def line(fresh: Row, used: Row) -> str:

@@ -44,7 +44,7 @@ QUIET_SECONDS = 1.3
 """A worker of vLLM spins for a second after its last step."""
 
 FOLLOWED, AT_ONCE, AFTER, THEIRS = "followed", "asked at once, read after", "one after the other", "NixlConnector"
-PUSHED, FORMULA, AS_READ, OWN_HIT = "NixlPushConnector", "formula", "at one read's speed", "D's own hit"
+FORMULA, AS_READ, OWN_HIT = "formula", "at one read's speed", "D's own hit"
 
 
 @dataclass
@@ -137,24 +137,17 @@ class Pair:
         self.p, self.d, self.how = p, d, how
         self.address: dict[str, Any] = {}
         for prompt in prompts(("first", how), [301, 601]):
-            # P and D that push know by its name that both requests are the same.
-            name = secrets.token_hex(16)
-            told = self.compute(prompt, name).result(300).kv_transfer_params or {}
-            # D of vLLM's connector needs P's address before P has answered.
-            wanted = ("remote_host", "remote_port", *(("remote_engine_id", "tp_size") if how == PUSHED else ()))
-            self.address = {name: told.get(name) for name in wanted}
-            sound(self.read(prompt, told, name).result(300))
+            told = self.compute(prompt).result(300).kv_transfer_params or {}
+            self.address = {name: told.get(name) for name in ("remote_host", "remote_port")}
+            sound(self.read(prompt, told).result(300))
 
-    def compute(self, prompt: Sequence[int], name: str | None = None, **more: Any) -> Future[Answer]:
-        params = REMOTE_DECODE | more
-        return self.p.generate(prompt, max_tokens=1, timeout=300, request_id=name, kv_transfer_params=params)
+    def compute(self, prompt: Sequence[int], **more: Any) -> Future[Answer]:
+        return self.p.generate(prompt, max_tokens=1, timeout=300, kv_transfer_params=REMOTE_DECODE | more)
 
-    def read(self, prompt: Sequence[int], params: dict[str, Any] | None, name: str | None = None) -> Future[Answer]:
-        return self.d.generate(prompt, max_tokens=1, timeout=300, request_id=name, kv_transfer_params=params)
+    def read(self, prompt: Sequence[int], params: dict[str, Any] | None) -> Future[Answer]:
+        return self.d.generate(prompt, max_tokens=1, timeout=300, kv_transfer_params=params)
 
     def counted(self) -> tuple[float, float, float, float]:
-        if self.how == PUSHED:
-            return 0.0, 0.0, self.p.sample("vllm:nixl_num_descriptors_sum"), 0.0
         if self.how == THEIRS:
             return 0.0, 0.0, self.d.sample("vllm:nixl_num_descriptors_sum"), 0.0
         last = self.d.sample("vllm:kvhma_bytes_sum")
@@ -168,13 +161,10 @@ class Pair:
     def turn(self, prompt: Sequence[int], *, again: bool) -> Turn:
         """Hand off a prompt, and ask D `again`, which has it then."""
         before = self.counted()
-        if self.how in (FOLLOWED, AT_ONCE, PUSHED):
-            name = secrets.token_hex(16)
-            ticket = {} if self.how == PUSHED else {"kvhma_ticket": name}
-            # Without a name of P's request, D with their connector ends with a KeyError.
-            known = {"remote_request_id": name} if self.how == PUSHED else {}
-            at_p = self.compute(prompt, name, **ticket)
-            at_d = self.read(prompt, {"do_remote_prefill": True, **ticket, **known, **self.address}, name)
+        if self.how in (FOLLOWED, AT_ONCE):
+            ticket = {"kvhma_ticket": secrets.token_hex(16)}
+            at_p = self.compute(prompt, **ticket)
+            at_d = self.read(prompt, {"do_remote_prefill": True, **ticket, **self.address})
             computed = sound(at_p.result(300))
         else:
             computed = sound(self.compute(prompt).result(300))
@@ -203,7 +193,6 @@ def measure(zygote: Zygote, folder: Path, hosts: tuple[Host, Host], name: str, o
     keeps = name in ("llama", "gemma3")  # with states, hits are of whole checkpoints
     p, d = hosts
     theirs = {"kv_connector": THEIRS, "kv_role": "kv_both"}
-    pushed = {"kv_connector": PUSHED, "kv_role": "kv_both"}
     settings = {
         "p": kvhma(name, env=p.env, enable_prefix_caching=cached, **same),
         "d": kvhma(name, env=d.env, enable_prefix_caching=keeps, **same),
@@ -211,11 +200,6 @@ def measure(zygote: Zygote, folder: Path, hosts: tuple[Host, Host], name: str, o
         "their p": arguments(name, env=p.env, kv_transfer_config=theirs, enable_prefix_caching=cached, **same),
         "their d": arguments(name, env=d.env, kv_transfer_config=theirs, **same),
     }
-    if options.push:
-        settings |= {
-            "pushing p": arguments(name, env=p.env, kv_transfer_config=pushed, enable_prefix_caching=cached, **same),
-            "pushing d": arguments(name, env=d.env, kv_transfer_config=pushed, **same),
-        }
     with engines(zygote, model, folder / name, **settings) as (prefill, decode, whole, *others):
         limit(hosts, "unlimited")
         pairs = {
@@ -224,8 +208,6 @@ def measure(zygote: Zygote, folder: Path, hosts: tuple[Host, Host], name: str, o
             AFTER: Pair(prefill, decode, AFTER),
             THEIRS: Pair(others[0], others[1], THEIRS),
         }
-        if options.push:
-            pairs[PUSHED] = Pair(others[2], others[3], PUSHED)
         for what in ("cold", "cached at P") if cached else ("cold",):
             title = f"{name} ({MODELS[name]}), {TOKENS:,} tokens, {what}"
             print(f"\n### {title}\n")
@@ -302,7 +284,6 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=[*MODELS], default=[*MODELS])
     parser.add_argument("--rates", nargs="*", choices=[*RATES], default=[*RATES])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--push", action="store_true", help=f"{PUSHED} too")
     parser.add_argument("--pictures", type=Path, help="folder to draw into")
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))

@@ -35,7 +35,7 @@ def claim(number: int) -> LeaseClaim:
 
 
 def test_8_prefill_engines_and_64_decode_ranks():
-    """benches/scale.py has 128 and 1,024."""
+    """Each rank reads from several prefill engines, and every lease is released."""
     with cluster((8, 2), (8, 8)) as (p, d):
         handed = [p.finish(index, 8) for index in range(8)]
         took, _ = d.run([[some[engine] for some in handed] for engine in range(8)], drivers=4, rate=None)
