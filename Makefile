@@ -267,11 +267,6 @@ faults: dev $(E2E)/.ready ## engines whose network loses, delays, reorders and c
 	PYTHONPATH=python:tests KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python -m faults \
 		--seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-.PHONY: compatibility
-compatibility: ## put the reports of the last `make test`, `make e2e` and `make families` into docs/compatibility.json and .md
-	$(BIN)/python tools/compatibility.py --python $(BIN)/python $(wildcard .reports/none/*.xml)
-	$(BIN)/python tools/compatibility.py --python $(E2E)/bin/python $(wildcard $(REPORTS)/*.xml)
-
 .PHONY: bench-e2e
 bench-e2e: dev $(E2E)/.ready ## beside vLLM's own connector and none, in real engines, in benches/RESULTS_E2E.md
 	PYTHONPATH=tests KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python benches/connectors.py $(ARGS) > benches/RESULTS_E2E.md
@@ -312,10 +307,6 @@ bench-scheduler: build $(E2E)/.ready ## what connectors cost the scheduler's thr
 .PHONY: counts
 counts: build ## descriptors and bytes of every model, in benches/COUNTS.md
 	$(BIN)/python benches/counts.py > benches/COUNTS.md
-
-.PHONY: differences
-differences: build ## what P and D of every built-in model may differ in, in the table of docs/vllm-pairs.md
-	PYTHONPATH=python $(BIN)/python tools/differences.py
 
 # Plain cargo: these are the flags by which libFuzzer sees what is covered, all of them known to stable Rust. With a
 # --target they hold for what is fuzzed only, not for build scripts.

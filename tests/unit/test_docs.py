@@ -32,7 +32,7 @@ NOT_RUN = {"chmod", "curl", "docker", "eval", "hf", "make", "openssl", "pip", "p
 EXAMPLE = re.compile(r"^(?:[A-Z_]+=\S* )*(?:python )?((?:examples|tools)/[\w./-]+)")
 
 PROXY = "python -m kvhma.proxy "
-REFERENCE = ["cli", "compatibility", "conformance", "descriptors", "formats", "geometry", "state-machines"]
+REFERENCE = ["cli", "conformance", "descriptors", "formats", "geometry", "state-machines"]
 REFERENCE += ["vllm-settings"]
 """Pages in which a reader looks things up. Every other page has 1,500 words at most."""
 
