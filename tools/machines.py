@@ -9,7 +9,6 @@ They are made from the table that the connector runs, so the page cannot differ 
 from __future__ import annotations
 
 import enum
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,11 +58,5 @@ def filled(page: str) -> str:
     return page
 
 
-def main() -> int:
-    """Write the page anew."""
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

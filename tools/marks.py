@@ -7,13 +7,7 @@ from typing import NamedTuple
 
 
 class Marks(NamedTuple):
-    """Where a program writes: between these lines of a page.
-
-    Attributes:
-        page: name of the page, for errors.
-        begin: the line before.
-        end: the line after.
-    """
+    """Where a program writes: between these two lines of a page, whose name is for errors."""
 
     page: str
     begin: str

@@ -25,6 +25,7 @@ import yaml
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / "target" / "mutants"
 TREE = WORK / "tree"
+PYTEST = "-m pytest -q -x -p no:cacheprovider --timeout 150"
 LIBRARY = "python/kvhma/_kvhma.abi3.so"
 
 
@@ -87,18 +88,7 @@ def applied(mutant: Mutant) -> Iterator[None]:
 
 def is_found(mutant: Mutant) -> bool:
     """Return whether tests fail with a defect. If it does not compile, the compiler has found it."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "--timeout",
-        "150",
-        *mutant.tests.split(),
-    ]
+    command = [sys.executable, *PYTEST.split(), *mutant.tests.split()]
     environment = os.environ | {"PYTHONPATH": f"{TREE / 'python'}:{TREE / 'tests'}"}
     try:
         with applied(mutant):

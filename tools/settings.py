@@ -6,7 +6,6 @@ python tools/settings.py    # writes the table of the page anew
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from marks import Marks
@@ -33,11 +32,5 @@ def filled(page: str) -> str:
     return MARKS.filled(page, f"\n{table()}\n")
 
 
-def main() -> int:
-    """Write the page anew."""
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

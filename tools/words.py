@@ -20,76 +20,18 @@ from pathlib import Path
 
 from layers import ROOT, plain_rust
 
-WORDS = {
-    "python/kvhma rust/core rust/py": {
-        "ours mine here": "local",
-        "theirs there": "remote",
-        "orphans": "unsourced",
-        "seal sealed": "digest",
-        "rehearse rehearsed": "prewarm_transport",
-        "give_back": "release",
-        "shook": "on_handshake",
-    },
-    "python/kvhma/vllm": {
-        "Hold": "LeaseKey",
-        "Claim": "LeaseClaim",
-        "Ledger": "LeaseTable",
-        "Courier": "LeaseRenewer",
-        "_Inquiry": "LeaseQuestion",
-        "fence fences fenced": "LeaseQuestion",
-        "strike_off": "drain_ended",
-        "let_go": "release",
-        "Life": "Incarnation",
-        "Lines": "ClientPool",
-        "Desk": "LeaseService",
-        "Roster": "EngineInfo",
-        "Source": "PrefillEngine",
-        "borrow": "acquire",
-        "meet": "preconnect",
-        "Order": "QueuedLoad",
-        "Moving": "ActiveRead",
-        "Pull": "PendingLoad",
-        "Stage": "LoadState",
-        "WorkerHalf": "KvhmaWorker",
-        "SchedulerHalf": "KvhmaScheduler",
-        "_deciding": "_scheduler",
-        "Direct": "DeviceMemory",
-        "Staged HostStaging": "StagingPool",
-        "leaving": "copy_out",
-        "arrived": "copy_in",
-        "Place": "RankInfo",
-        "Remote": "PrefillParams",
-    },
-    "rust/core/src": {
-        "Lane": "PageBases",
-        "LanePart Share": "PartSlice",
-        "Link": "GroupPair",
-        "Row": "CopyTemplate",
-        "Feed": "(GroupPair, cut)",
-        "Family": "StridePair",
-        "Tokens": "TokenCut",
-        "Cuts ByCut": "PairsByCut",
-        "Reach": "TokenRange",
-        "Checked": "CheckedRequest",
-        "Room": "a name by its use",
-        "touched touched_start": "first_kept_token",
-        "stretches": "runs",
-    },
+RETIRED = {
+    "python/kvhma rust/core rust/py": "ours mine here theirs there orphans seal sealed rehearse rehearsed give_back "
+    "shook",
+    "python/kvhma/vllm": "Hold Claim Ledger Courier _Inquiry fence fences fenced strike_off let_go Life Lines Desk "
+    "Roster Source borrow meet Order Moving Pull Stage WorkerHalf SchedulerHalf _deciding Direct Staged HostStaging "
+    "leaving arrived Place Remote",
+    "rust/core/src": "Lane LanePart Share Link Row Feed Family Tokens Cuts ByCut Reach Checked Room touched "
+    "touched_start stretches",
 }
-"""What a name is called in these folders."""
-FILES = {
-    "python/kvhma/cli": {
-        "rivals": "compare",
-        "facts": "summary",
-        "fixes": "remedies",
-        "sides": "engine_options",
-        "show": "format",
-        "pair": "subprocess",
-    },
-    "python/kvhma/vllm": {"compat": "engine_config", "content": "layer_parts"},
-}
-"""What a file is called there: names that are good ones inside of a file."""
-
+"""Names of a file or of anything in it that have a better one in these folders: LeaseTable, EngineInfo, TokenRange."""
+RETIRED_FILES = {"python/kvhma/cli": "rivals facts fixes sides show pair", "python/kvhma/vllm": "compat content"}
+"""Names of files only: good ones inside of a file."""
 
 PRONOUNS = "one other whoever nobody most least told"
 """No names of anything: the thing has one."""
@@ -213,19 +155,17 @@ def names(path: Path) -> Iterator[tuple[int, str]]:
 def named(root: Path) -> set[tuple[str, int, str]]:
     """Return files, lines and reasons of names that have a better one."""
     found: set[tuple[str, int, str]] = set()
-    for folders in WORDS.keys() | FILES.keys():
-        better, files = (
-            {name: instead for many, instead in tables.get(folders, {}).items() for name in many.split()}
-            for tables in (WORDS, FILES)
-        )
+    for folders in RETIRED.keys() | RETIRED_FILES.keys():
+        retired, files = (tables.get(folders, "").split() for tables in (RETIRED, RETIRED_FILES))
         for path in _files(root, folders):
             if path.suffix not in (".py", ".pyi", ".rs"):
                 continue
             file = path.relative_to(root).as_posix()
-            stem = (better | files).get(path.stem)
-            if stem:
-                found.add((file, 1, f"the file {path.stem} is called {stem}"))
-            found |= {(file, line, f"{name} is called {better[name]}") for line, name in names(path) if name in better}
+            if path.stem in retired + files:
+                found.add((file, 1, f"the file name {path.stem} has a better one"))
+            found |= {
+                (file, line, f"the name {name} has a better one") for line, name in names(path) if name in retired
+            }
     return found
 
 

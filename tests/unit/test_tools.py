@@ -153,10 +153,10 @@ def test_words_that_have_a_better_one(tmp_path, capsys):
     build(tmp_path, "rust/core/src", {"link.rs": 'struct Lane { lane: u8 } // Link\nfn f() -> &str { "Row" }\n'})
     assert words.main(tmp_path) == 1
     assert capsys.readouterr().out.splitlines() == [
-        "python/kvhma/vllm/compat.py:1: the file compat is called engine_config",
-        "python/kvhma/vllm/leases.py:1: Courier is called LeaseRenewer",
-        "python/kvhma/vllm/leases.py:3: theirs is called remote",
-        "rust/core/src/link.rs:1: Lane is called PageBases",
+        "python/kvhma/vllm/compat.py:1: the file name compat has a better one",
+        "python/kvhma/vllm/leases.py:1: the name Courier has a better one",
+        "python/kvhma/vllm/leases.py:3: the name theirs has a better one",
+        "rust/core/src/link.rs:1: the name Lane has a better one",
         "4 places to be mended",
     ]
 

@@ -26,16 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the selected rows."""
     parser = argparse.ArgumentParser(prog="audit", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose name contains this")
-    parser.add_argument("--list", action="store_true", help="print the names of the rows")
     parser.add_argument("--trace", type=Path, help="folder for the trace of each row")
     parser.add_argument(
         "--results", type=Path, help="file for the table; of others than pull, with the connector in its name"
     )
     given = parser.parse_args(arguments)
     rows = [row for row in grid() if given.only in row.name]
-    if given.list:
-        print("\n".join(row.name for row in rows))
-        return 0
     return run(rows, given.trace, given.results)
 
 

@@ -23,7 +23,7 @@ _SECONDS = 60
 
 
 class RecordingEngine:
-    """What vLLM's connector uses of Mooncake's ``TransferEngine``."""
+    """What vLLM's connector uses of Mooncake's ``TransferEngine``, whose methods have the same names."""
 
     made: dict[str, RecordingEngine] = {}  # noqa: RUF012 - engines know each other by name, as processes do
     """Every engine of this process, by the session that peers name."""
@@ -35,17 +35,14 @@ class RecordingEngine:
         self.posted: list[Posted] = []
 
     def initialize(self, host: str, *_: Any) -> int:
-        """See TransferEngine."""
         self.name = f"{host}:{self.get_rpc_port()}"
         self.made[self.name] = self
         return 0
 
     def get_rpc_port(self) -> int:
-        """See TransferEngine."""
         return int(self.name.rsplit(":", 1)[1]) if self.name else 20_000 + len(self.made)
 
     def batch_register_memory(self, addresses: list[int], sizes: list[int]) -> int:
-        """See TransferEngine."""
         self.registered += [(at, at + size) for at, size in zip(addresses, sizes, strict=True)]
         return 0
 

@@ -58,7 +58,7 @@ class Posted:
 
 
 class RecordingAgent:
-    """What vLLM's connector uses of ``nixl_agent``.
+    """What vLLM's connector uses of ``nixl_agent``, whose methods have the same names.
 
     Args:
         name: of the agent.
@@ -77,23 +77,18 @@ class RecordingAgent:
         self.made[name] = self
 
     def get_reg_descs(self, rows: Any, mem_type: str) -> Any:
-        """See nixl_agent."""
         return rows
 
     def register_memory(self, rows: Any, backends: Any = None) -> None:
-        """See nixl_agent."""
         self.registered += [(int(row[0]), int(row[0]) + int(row[1])) for row in rows]
 
     def get_agent_metadata(self) -> bytes:
-        """See nixl_agent."""
         return self.name.encode()
 
     def add_remote_agent(self, metadata: bytes) -> str:
-        """See nixl_agent."""
         return metadata.decode()
 
     def get_xfer_descs(self, rows: Any, mem_type: str) -> Rows:
-        """See nixl_agent."""
         return np.asarray(rows, np.uint64)
 
     def prep_xfer_dlist(self, agent: str, xfer_list: Any, mem_type: str = "", **_: Any) -> Prepared:
@@ -120,26 +115,21 @@ class RecordingAgent:
         return Posted(operation, self.name, remote.agent, *sides, notif_msg)
 
     def transfer(self, handle: Posted) -> str:
-        """See nixl_agent."""
         self.posted.append(handle)
         if handle.notif:
             self.send_notif(handle.agent, handle.notif)
         return "PROC"
 
     def check_remote_metadata(self, *_: Any, **__: Any) -> bool:
-        """See nixl_agent."""
         return True
 
     def check_xfer_state(self, handle: Posted) -> str:
-        """See nixl_agent."""
         return "DONE"
 
     def get_xfer_telemetry(self, handle: Posted) -> Any:
-        """See nixl_agent."""
         return SimpleNamespace(xferDuration=1, postDuration=1, totalBytes=1, descCount=len(handle.local))
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
-        """See nixl_agent."""
         found: dict[str, list[bytes]] = {}
         while self._told:
             sender, message = self._told.pop(0)
@@ -147,20 +137,12 @@ class RecordingAgent:
         return found
 
     def send_notif(self, agent: str, notif_msg: bytes = b"", **_: Any) -> None:
-        """See nixl_agent."""
         self.made[agent]._told.append((self.name, notif_msg))
 
-    def release_xfer_handle(self, handle: Any) -> None:
-        """See nixl_agent."""
+    def _ignore(self, *_: Any) -> None:
+        pass
 
-    def release_dlist_handle(self, handle: Any) -> None:
-        """See nixl_agent."""
-
-    def remove_remote_agent(self, agent: str) -> None:
-        """See nixl_agent."""
-
-    def deregister_memory(self, rows: Any) -> None:
-        """See nixl_agent."""
+    release_xfer_handle = release_dlist_handle = remove_remote_agent = deregister_memory = _ignore
 
 
 def outside(registered: list[tuple[int, int]], rows: Rows) -> NDArray[np.int64]:

@@ -126,15 +126,11 @@ def _decode(engine: Engine, prefill: Engine, prompt: list[int], handed: _Handed)
     if not refusals:
         engine.settle(output, received={NAME})
         engine.scheduler.schedule()
-        local_tables, tokens = engine.tables(NAME), _resumed(engine, request)
+        # Without the token of the step that was just scheduled.
+        local_tables, tokens = engine.tables(NAME), request.num_computed_tokens - 1
     local, cached = _local_spans(engine, local_tables, tokens, hits)
     remote = _spans(prefill, handed.remote_tables, handed.remote_tokens)
     return TracedRequest(NAME, tokens, handed.remote_tokens, local, remote, cached, steps, refusals)
-
-
-def _resumed(engine: Engine, request: Any) -> int:
-    """Return the tokens that D had before the step that was just scheduled."""
-    return int(request.num_computed_tokens) - 1
 
 
 def _said(error: BaseException) -> str:

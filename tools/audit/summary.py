@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/audit-results.md and its sentence, counted from the rows that `make audit` wrote to benches/audit.
+"""The table of docs/audit-results.md, counted from the rows that `make audit` wrote to benches/audit.
 
 PYTHONPATH=tools python -m audit.summary
 """
@@ -57,36 +57,13 @@ def table() -> str:
     return "\n".join(lines)
 
 
-_UNEQUAL_BLOCKS = re.compile(r"/block(\d+)-(?!\1/)")
-_KINDS_IN_ENGINES = re.compile(r"/303$|^gemma4/tp1-2/|^nemotron_h/tp(?!(\d)-\1)")
-"""Rows of the kinds of tests/e2e/test_audit_kinds.py: a window, gemma-4's global head, Mamba2's groups."""
-
-
-def confirmed() -> str:
-    """Say how many rows of NixlConnector with equal blocks are wrong: only their kinds were run in engines.
-
-    Raises:
-        ValueError: a wrong row is of another kind.
-    """
-    _, rows = results("results")
-    equal = {row: verdict for row, verdict in rows.items() if not _UNEQUAL_BLOCKS.search(row)}
-    counts = Counter(equal.values())
-    for row, verdict in equal.items():
-        if verdict == "wrong" and not _KINDS_IN_ENGINES.search(row):
-            raise ValueError(f"no engine has run the kind of {row}")
-    return (
-        f"With equal blocks `NixlConnector` refuses {counts['refused']} of {counts.total()} hand-offs, and "
-        f"{counts['wrong']} are wrong. Real engines confirm each\nkind of these."
-    )
-
-
 def filled(page: str) -> str:
-    """Return the page with the table and the sentence of today.
+    """Return the page with the table of today.
 
     Raises:
         ValueError: it has no place for the table.
     """
-    return MARKS.filled(page, f"\n{table()}\n\n{confirmed()}\n")
+    return MARKS.filled(page, f"\n{table()}\n")
 
 
 if __name__ == "__main__":
