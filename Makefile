@@ -69,6 +69,7 @@ lint: dev ## formatting, clippy, ruff, mypy, the stubs, and which file may use w
 	$(BIN)/python -m mypy.stubtest kvhma._kvhma
 	$(BIN)/python tools/layers.py
 	$(BIN)/python tools/words.py
+	$(BIN)/python tools/budget.py
 	$(BIN)/zizmor -q --offline .github
 
 .PHONY: format

@@ -22,6 +22,7 @@ PYTHON = {
 RUST = {"rust/core/src": "lib\nrequest\ngeometry\nerror"}
 
 
+budget = program("tools/budget.py")
 layers = program("tools/layers.py")
 words = program("tools/words.py")
 
@@ -197,6 +198,16 @@ def test_prose_that_has_a_plainer_form(tmp_path, capsys):
         "rust/core/lib.rs:1 'lies'",
         "10 places to be mended",
     ]
+
+
+def test_a_room_with_more_lines_than_recorded_fails(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(budget, "RECORD", tmp_path / "budget.json")
+    with pytest.raises(FileNotFoundError):
+        budget.main([])
+    assert budget.main(["--record"]) == 0
+    budget.RECORD.write_text(budget.RECORD.read_text().replace('"tools": ', '"tools": 1, "was": '))
+    assert budget.main([]) == 1
+    assert "tools: " in capsys.readouterr().out
 
 
 # --- a wheel for CPUs -------------------------------------------------------------------------------------------------
