@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Print how many lines each room has, beside the recorded number; exit code 1 if a room has more.
 
-python tools/budget.py             # a line for each room
 python tools/budget.py --record    # records the lines of today: the commit says what more lines buy
 """
 

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Put one defect after the other into a copy of the code, and run the tests that have to find it.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/audit-results.md, counted from the rows that `make audit` wrote to benches/audit.
+"""The table of docs/audit-results.md and its sentence, counted from the rows that `make audit` wrote to benches/audit.
 
 PYTHONPATH=tools python -m audit.summary
 """
@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "audit-results.md"
 MARKS = Marks(PAGE.name, "<!-- audit: made by tools/audit/summary.py -->", "<!-- end of audit -->")
 HOW = {"results": "D reads", "results-push": "P writes", "results-mooncake": "P writes"}
-"""The files of connectors, and who moves the bytes."""
 
 _CONNECTOR = re.compile(r"^# What was audited: (\w+ of vLLM [\d.]+)$", re.MULTILINE)
 _REQUEST = re.compile(r"`(hit\d+/\d+)`")
@@ -57,13 +56,32 @@ def table() -> str:
     return "\n".join(lines)
 
 
+_KINDS_IN_ENGINES = re.compile(r"/303$|^gemma4/tp1-2/|^nemotron_h/tp(?!(\d)-\1)")
+"""Rows of the kinds of tests/e2e/test_audit_kinds.py: a window, gemma-4's global head, Mamba2's groups."""
+
+
+def confirmed() -> str:
+    """Say how many rows of NixlConnector with equal blocks are wrong: only their kinds were run in engines.
+
+    Raises:
+        ValueError: a wrong row is of another kind.
+    """
+    rows = dict(one for one in results("results")[1].items() if not re.search(r"/block(\d+)-(?!\1/)", one[0]))
+    for row, verdict in rows.items():
+        if verdict == "wrong" and not _KINDS_IN_ENGINES.search(row):
+            raise ValueError(f"no engine has run the kind of {row}")
+    counts = Counter(rows.values())
+    text = f"With equal blocks `NixlConnector` refuses {counts['refused']} of {counts.total()} hand-offs, and "
+    return text + f"{counts['wrong']} are wrong. Real engines confirm each\nkind of these."
+
+
 def filled(page: str) -> str:
-    """Return the page with the table of today.
+    """Return the page with the table and the sentence of today.
 
     Raises:
         ValueError: it has no place for the table.
     """
-    return MARKS.filled(page, f"\n{table()}\n")
+    return MARKS.filled(page, f"\n{table()}\n\n{confirmed()}\n")
 
 
 if __name__ == "__main__":

@@ -30,14 +30,7 @@ again by its name:
 make audit ROW={example}
 ```
 
-The name has these parts:
-
-* the model,
-* the tensor-parallel sizes of P and D,
-* the tokens of a block of P and of D, left out where a state determines them,
-* the tokens that D has in its prefix cache,
-* the tokens of the prompt.
-
+A name has the model, the ranks and the block sizes of P and D, the cached tokens of D, and those of the prompt.
 """
 
 ROWS = """\

@@ -38,9 +38,8 @@ def read(folder: Path) -> dict[str, dict[str, Found]]:
 
 def page(found: dict[str, dict[str, Found]]) -> str:
     """Return the page."""
-    both = set.intersection(*(set(rows) for rows in found.values()))
-    names = [name for name in next(iter(found.values())) if name in both]
-    connectors = dict.fromkeys(_connector(name) for name in names)
+    names = [name for name in next(iter(found.values())) if all(name in rows for rows in found.values())]
+    connectors = dict.fromkeys(name.split("/")[0] if name.count("/") == 5 else "pull" for name in names)
     text = HEAD.format(rows=len(names), connectors=" and ".join(connectors))
     for version, rows in found.items():
         counts = Counter(rows[name]["verdict"] for name in names)
@@ -51,19 +50,11 @@ def page(found: dict[str, dict[str, Found]]) -> str:
     for name in names:
         each = [rows[name] for rows in found.values()]
         if len({(one["verdict"], one["numbers"][0], one["numbers"][3]) for one in each}) > 1:
-            alike[(_connector(name), _model(name), *map(_general, each))].append(name)
+            alike[(name.rsplit("/", 4)[0], *map(_general, each))].append(name)
     for those in alike.values():
         cells = (_cell(rows[those[0]]) for rows in found.values())
         text += f"| {len(those)} | `{those[0]}` | {' | '.join(cells)} |\n"
     return text
-
-
-def _connector(name: str) -> str:
-    return name.split("/")[0] if name.count("/") == 5 else "pull"
-
-
-def _model(name: str) -> str:
-    return name.split("/")[-5]
 
 
 def _general(one: Found) -> tuple[str, str]:
