@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
     lines = {}
     for room in ROOMS:
         names = subprocess.check_output(["git", "ls-files", "-z", room], cwd=ROOT, text=True).split("\0")
-        paths = [ROOT / name for name in names if name and (ROOT / name).is_file()]
+        paths = [ROOT / name for name in {*names} if name and (ROOT / name).is_file()]
         lines[room] = sum(path.read_bytes().count(b"\n") for path in paths)
     if arguments == ["--record"]:
         RECORD.write_text(json.dumps(lines) + "\n", encoding="utf-8")
