@@ -5,7 +5,7 @@ In every round each of them takes its turn with the same prompts; only the ratio
 measured outside of the connectors, around vLLM's calls. Prints Markdown, which is benches/RESULTS_E2E.md, and draws
 docs/assets/waterfall.svg. Needs the engines of `make e2e`, and `tests` on the path.
 
-    python benches/connectors.py [--quick] [--only cold warm apart kept stall rested large] [--models gemma3 ...]
+    python benches/connectors.py [--quick] [--only cold warm apart kept stall rested] [--models gemma3 ...]
 """
 
 from __future__ import annotations
@@ -108,10 +108,6 @@ SHORT_SPIN = {"KVHMA_E2E_SPIN_SECONDS": "0.001"}
 """VLLM's processes spin for a second while they wait. On two cores they take them from threads that load."""
 OTHER_TOKENS = 2000
 """Of the answer that D generates meanwhile, and that is aborted when the loads have ended."""
-
-LARGE = {"hf_overrides": {"num_key_value_heads": 1}, "load_format": "dummy", "dtype": "bfloat16"}
-LARGE_BLOCKS = 1_000_000
-LARGE_PAGE = 4096
 
 PICTURE = Path(__file__).parents[1] / "docs/assets/waterfall.svg"
 PICTURED = "gemma3"
@@ -328,32 +324,6 @@ def stalled(turn: Turn) -> dict[str, float]:
     }
 
 
-def large_pool(bench: Bench, tables: Tables, name: str) -> None:
-    """The first hand-off between engines with very many blocks. One start: it has no spread, and needs none."""
-    rows = [
-        Row("first load (handshake, connection, plan)"),
-        Row("its longest time of the connector in a step"),
-        Row("load, warm"),
-        Row("resident memory of D's worker beyond the pool, before", "MiB"),
-        Row("resident memory that the first hand-off adds", "MiB"),
-    ]
-    blocks = 0
-    for which in CONNECTORS:
-        with bench.pairs(name, which, kv_cache_memory_bytes=LARGE_BLOCKS * LARGE_PAGE, **LARGE) as pairs:
-            pair, d = pairs[which], pairs[which].d.engine
-            blocks = d.state()["all_blocks"]
-            pages = d.rpc("e2e_groups")[0][0]["page_bytes"]
-            before = d.rpc("e2e_census")[0]["resident"]
-            first, *others = (pair.turn([prompt]) for prompt in prompts("large", [301] * 4))
-            added = d.rpc("e2e_census")[0]["resident"] - before
-            later = statistics.median(turn.loads[0] for turn in others)
-            values = (first.loads[0], max(first.calls), later, before - blocks * pages, added)
-            for row, value in zip(rows, values, strict=True):
-                row.add(which, value)
-    for row in rows:
-        tables.add(f"{name}: a pool of {blocks:,} blocks", row.what, row.cells())
-
-
 class Part(NamedTuple):
     """The measures, their models, and the environment in which the engines start."""
 
@@ -370,7 +340,6 @@ def main() -> None:
         "kept": Part(kept, TWO[:1]),
         "stall": Part(stall, TWO),
         "rested": Part(rested, TWO, SHORT_SPIN),
-        "large": Part(large_pool, TWO[:1]),
     }
     parser = argparse.ArgumentParser(description="Hand-offs between real engines, beside vLLM's own.")
     parser.add_argument("--only", nargs="*", choices=[*parts], default=[*parts], help="which measures")

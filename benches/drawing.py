@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 from kvhma.cli.format import printable
 
 # Sizes in pixels by name. The drawings are as wide as a docs column.
-SIZES = {"big": 17, "head": 14, "": 12, "small": 11}
+SIZES = {"head": 14, "": 12, "small": 11}
 PALETTES = {
     "light": {
         "paper": "#ffffff", "ink": "#1c1f24", "soft": "#5b6470", "line": "#aab1bb", "pad": "#d5d9df",
@@ -35,16 +35,9 @@ _RULES = (
     f"@media (prefers-color-scheme: dark) {{ svg {{ {_colors('dark')} }} }}",
     "text { fill: var(--ink); pointer-events: none; } .soft { fill: var(--soft); } .end { text-anchor: end; }",
     f".mid {{ text-anchor: middle; }} .small {{ font-size: {SIZES['small']}px; }}",
-    f".head {{ font-size: {SIZES['head']}px; font-weight: 600; }} "
-    f".big {{ font-size: {SIZES['big']}px; font-weight: 700; }}",
-    ".frame { fill: none; stroke: var(--line); } .pad { fill: url(#pad); stroke: var(--line); stroke-width: 0.5; }",
-    ".null { fill: none; stroke: var(--line); stroke-dasharray: 2 2; pointer-events: all; }",
-    ".read { fill: var(--ink); } .paper { fill: var(--paper); }",
+    f".head {{ font-size: {SIZES['head']}px; font-weight: 600; }}",
     "polyline { fill: none; stroke-width: 2; pointer-events: none; } .grid { stroke: var(--line); stroke-width: 0.5; }",
-    ".other { stroke-dasharray: 5 4; } .empty { fill: var(--paper); stroke-width: 1.5; }",
-    ".held { opacity: 0.3; }",
-    ".t0 { opacity: 1; } .t1 { opacity: 0.8; } .t2 { opacity: 0.62; } .t3 { opacity: 0.46; }",
-    "rect:hover, polygon:hover { stroke: var(--ink); stroke-width: 1; opacity: 1; }",
+    "rect:hover { stroke: var(--ink); stroke-width: 1; opacity: 1; }",
     *(f".c{index} {{ fill: var(--c{index}); }} .s{index} {{ stroke: var(--c{index}); }}" for index in range(8)),
 )
 _STYLE = "\n" + "\n".join(_RULES)
@@ -65,10 +58,6 @@ class Drawing:
         ET.SubElement(self._root, "title").text = printable(title)
         ET.SubElement(self._root, "desc").text = printable(description)
         ET.SubElement(self._root, "style").text = _STYLE
-        pattern = {"id": "pad", "width": "6", "height": "6", "patternUnits": "userSpaceOnUse"}
-        hatch = ET.SubElement(ET.SubElement(self._root, "defs"), "pattern", pattern)
-        ET.SubElement(hatch, "rect", {"width": "6", "height": "6", "style": "fill:var(--paper)"})
-        ET.SubElement(hatch, "path", {"d": "M0 6L6 0", "style": "stroke:var(--pad);stroke-width:2"})
 
     def text(self, x: float, y: float, text: str, style: str = "") -> None:
         """Write a line of text; `y` is its base line."""
