@@ -83,7 +83,8 @@ conformance: dev ## write conformance/cases.jsonl.gz anew: what each case has to
 	PYTHONPATH=python:tests $(BIN)/python -m conformance
 
 .PHONY: bench
-bench: dev ## kvhma against the same work in numpy, and real NIXL, as ratios in benches/RESULTS.md
+bench: dev ## pytest-benchmark, and ratios to numpy and of real NIXL in benches/RESULTS.md
+	$(BIN)/python -m pytest -q benches --benchmark-enable --benchmark-columns=min,median,rounds
 	$(BIN)/python benches/ratios.py > benches/RESULTS.md
 	cat benches/RESULTS.md
 
