@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import kvhma
 from kvhma.digests import ContentDigest, Counting, Difference, content_digest, differences, range_tokens
@@ -22,6 +21,7 @@ from kvhma.oracle import fill_source, fill_stale
 from kvhma.oracle.content import batches, spread, view_of
 from kvhma.oracle.labels import blocks_of, parts_of
 from support.generate import Case, generate
+from support.memory import Memory, carry_out, empty
 from support.mutate import mutations, plain
 from support.recipe import EQUAL_RANK, draw
 from support.tries import TRIES
@@ -29,8 +29,6 @@ from support.tries import TRIES
 CHUNKS = 10
 PER_CHUNK = 40 * TRIES
 SEED = 0x1234_5678_9ABC_DEF0
-
-Memory = list[NDArray[np.uint8]]
 
 
 class Loaded(NamedTuple):
@@ -50,22 +48,10 @@ def cp_ranks(geometry: Geometry) -> int:
     return max((group.cp_size for group in geometry.groups), default=1)
 
 
-def at(geometry: Geometry, memory: Memory, row: Sequence[int]) -> NDArray[np.uint8]:
-    for region, content in zip(geometry.regions, memory, strict=True):
-        if (region.base, region.device) <= (row[0], row[2]) and row[0] + row[1] <= region.base + region.bytes:
-            return content[row[0] - region.base : row[0] - region.base + row[1]]
-    raise AssertionError(f"{row} is in no region")
-
-
 def moved(geometry: Geometry, transfer: Any, sources: Sequence[tuple[Geometry, Memory]]) -> Memory:
-    memory = [np.empty(region.bytes, np.uint8) for region in geometry.regions]
+    memory = empty(geometry)
     fill_stale(memory)
-    for row in transfer.zero.tolist():
-        at(geometry, memory, row)[:] = 0
-    for read in transfer.reads:
-        for to, start in zip(read.local.tolist(), read.remote.tolist(), strict=True):
-            at(geometry, memory, to)[:] = at(*sources[read.source], start)
-    return memory
+    return carry_out(geometry, memory, transfer, sources)
 
 
 def hand_over(case: Case) -> tuple[ContentDigest, list[Loaded], list[tuple[Geometry, Memory]]]:
@@ -73,7 +59,7 @@ def hand_over(case: Case) -> tuple[ContentDigest, list[Loaded], list[tuple[Geome
     decode, prefill = case.engines()
     sources, sums = [], []
     for geometry, spans in prefill:
-        memory = [np.empty(region.bytes, np.uint8) for region in geometry.regions]
+        memory = empty(geometry)
         fill_source(memory, geometry, spans)
         sources.append((geometry, memory))
         counting = Counting(cp_tp_size=cp_ranks(geometry), memory=memory)

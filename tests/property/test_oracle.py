@@ -16,6 +16,7 @@ from kvhma.errors import OracleError
 from kvhma.oracle import Oracle, Report, Request, check_memory, fill_source, fill_stale
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
 from support.generate import Case, generate
+from support.memory import carry_out, empty
 from support.mutate import mutations, plain
 from support.recipe import EQUAL_RANK, draw
 from support.reference import Read, Transfer
@@ -146,28 +147,17 @@ def test_excess_bytes_must_be_counted() -> None:
     pytest.fail("no case moves a last block whole")
 
 
-def _slice(geometry: kvhma.Geometry, memory: list[NDArray[np.uint8]], row: list[int]) -> NDArray[np.uint8]:
-    for region, content in zip(geometry.regions, memory, strict=True):
-        if region.base <= row[0] and row[0] + row[1] <= region.base + region.bytes:
-            return content[row[0] - region.base : row[0] - region.base + row[1]]
-    raise AssertionError(f"{row} is in no region")
-
-
 def test_real_memory_agrees_with_labels() -> None:
     for seed in range(120 * TRIES):
         case = generate(seed, draw(seed, EQUAL_RANK) if seed % 2 else draw(seed))
         oracle, transfer = run(case, DEFAULT_DESCRIPTOR_BYTES)
         report = oracle.check(case.num_tokens, case.local_spans, case.remote_spans, transfer)
-        local = [np.empty(region.bytes, np.uint8) for region in case.local.regions]
+        local, sources = empty(case.local), []
         fill_stale(local, seed=seed % 2)
-        for row in transfer.zero.tolist():
-            _slice(case.local, local, row)[:] = 0
-        for read in transfer.reads:
-            remote = case.remotes[read.source]
-            memory = [np.empty(region.bytes, np.uint8) for region in remote.regions]
-            fill_source(memory, remote, case.spans_of(read.source), seed=seed % 2)
-            for to, start in zip(read.local.tolist(), read.remote.tolist(), strict=True):
-                _slice(case.local, local, to)[:] = _slice(remote, memory, start)
+        for source, remote in enumerate(case.remotes):
+            sources.append((remote, empty(remote)))
+            fill_source(sources[-1][1], remote, case.spans_of(source), seed=seed % 2)
+        carry_out(case.local, local, transfer, sources)
         request = (case.local, case.remotes, Request(case.num_tokens, case.local_spans, case.remote_spans))
         found = check_memory(local, *request, excess_bytes=transfer.excess_bytes, seed=seed % 2)
         assert (found.moved, found.excess, found.zeroed) == (report.moved, report.excess, report.zeroed), str(case)

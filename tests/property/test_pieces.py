@@ -11,16 +11,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import kvhma
 from kvhma.errors import OracleError
-from kvhma.geometry import Geometry, Span
+from kvhma.geometry import Span
 from kvhma.oracle import Request, check_memory, fill_source, fill_stale
 from kvhma.pieces import piece, piece_end, rest, settled_tokens, settling_groups
 from support.generate import Case, generate
+from support.memory import Memory, carry_out, empty
 from support.recipe import draw
 from support.show import show
 from support.tries import PAIRS
@@ -29,7 +28,6 @@ CHUNKS = 24
 BYTES_EVERY = 6
 """One pair of this many is also checked by its bytes, which takes longer."""
 
-Memory = list[NDArray[np.uint8]]
 Spans = list[list[Span]]
 
 
@@ -109,22 +107,11 @@ def joined(ranges: list[list[int]]) -> list[list[int]]:
 
 def apply(case: Case, transfer: kvhma.Transfer, local: Memory, held: Spans | None, seed: int) -> None:
     """Apply a transfer to D's bytes, from a P that holds junk wherever it may."""
-    for row in transfer.zero.tolist():
-        part(case.local, local, row)[:] = 0
-    for read in transfer.reads:
-        remote = case.remotes[read.source]
-        memory = [np.empty(region.bytes, np.uint8) for region in remote.regions]
-        spans = case.spans_of(read.source) if held is None else held[read.source]
-        fill_source(memory, remote, spans, seed=seed)
-        for to, start in zip(read.local.tolist(), read.remote.tolist(), strict=True):
-            part(case.local, local, to)[:] = part(remote, memory, start)
-
-
-def part(geometry: Geometry, memory: Memory, row: list[int]) -> NDArray[np.uint8]:
-    for region, content in zip(geometry.regions, memory, strict=True):
-        if region.base <= row[0] and row[0] + row[1] <= region.base + region.bytes:
-            return content[row[0] - region.base : row[0] - region.base + row[1]]
-    raise AssertionError(f"{row} is in no region")
+    sources = []
+    for source, remote in enumerate(case.remotes):
+        sources.append((remote, empty(remote)))
+        fill_source(sources[-1][1], remote, case.spans_of(source) if held is None else held[source], seed=seed)
+    carry_out(case.local, local, transfer, sources)
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
@@ -140,7 +127,7 @@ def test_pieces_are_the_one_transfer(chunk: int, counted: Counter[str]) -> None:
         counted["descriptors of the one transfer"] += whole.descriptors
         counted["descriptors of pieces"] += sum(transfer.descriptors for transfer, _ in found)
         if seed % BYTES_EVERY == 0:
-            local = [np.empty(region.bytes, np.uint8) for region in case.local.regions]
+            local = empty(case.local)
             fill_stale(local, seed=seed % 2)
             for transfer, held in found:
                 apply(case, transfer, local, held, seed % 2)
@@ -155,7 +142,7 @@ def test_a_piece_that_is_read_too_early_is_found() -> None:
     for seed in range(400):
         case = generate(seed, draw(seed))
         held = settled_spans(case, 0)
-        local = [np.empty(region.bytes, np.uint8) for region in case.local.regions]
+        local = empty(case.local)
         fill_stale(local)
         whole = kvhma.plan(case.local, case.remotes).transfer(case.num_tokens, case.local_spans, case.remote_spans)
         if not whole.bytes:
