@@ -304,10 +304,6 @@ def _page_orders(rng: random.Random, base: Shape, other: Shape) -> tuple[Shape, 
     return base, replace(other, order=swap[base.order], kv="inner" if base.kv == "outer" else "outer")
 
 
-def _keep_all(group: GroupShape) -> GroupShape:
-    return replace(group, kind="full") if group.kind in ("sliding", "chunked") else group
-
-
 def _number(name: str) -> int:
     return int(name.split(".")[2])
 
