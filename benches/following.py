@@ -196,7 +196,9 @@ def measure(zygote: Zygote, folder: Path, hosts: tuple[Host, Host], name: str, o
     settings = {
         "p": kvhma(name, env=p.env, enable_prefix_caching=cached, **same),
         "d": kvhma(name, env=d.env, enable_prefix_caching=keeps, **same),
-        "whole": kvhma(name, env=d.env, constants={"kvhma.vllm.loads.following.PIECE_TOKENS": 1 << 30}, **same),
+        "whole": kvhma(
+            name, env=d.env, constants={"kvhma.vllm.options.tickets.following.PIECE_TOKENS": 1 << 30}, **same
+        ),
         "their p": arguments(name, env=p.env, kv_transfer_config=theirs, enable_prefix_caching=cached, **same),
         "their d": arguments(name, env=d.env, kv_transfer_config=theirs, **same),
     }

@@ -19,9 +19,9 @@ import pytest
 
 from kvhma.vllm.counters import Counters
 from kvhma.vllm.holds.offers import MAX_TICKETS, TicketTable
-from kvhma.vllm.loads import ticket_followers
-from kvhma.vllm.loads.ticket_follower import TicketFollower
-from kvhma.vllm.loads.ticket_followers import MAX_FOLLOWED, TicketFollowers
+from kvhma.vllm.options.tickets import ticket_followers
+from kvhma.vllm.options.tickets.ticket_follower import TicketFollower
+from kvhma.vllm.options.tickets.ticket_followers import MAX_FOLLOWED, TicketFollowers
 from kvhma.vllm.peers import connections, peers
 from kvhma.vllm.peers.peers import MAX_AT_ADDRESS, Call, Peers
 from kvhma.vllm.peers.server import Listener, LocalEngine

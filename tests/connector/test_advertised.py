@@ -22,7 +22,7 @@ from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, EngineInfo
 from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.secrets import Secrets
 from support.engines.engine import free_port
-from support.schedulers import request, scheduler, tables
+from support.schedulers import request, scheduler, tables, tickets_of
 from support.waiting import until
 
 
@@ -169,7 +169,7 @@ def test_a_ticket_that_leads_back_says_so():
         own = {"remote_host": "127.0.0.1", "remote_port": d.context.engine.address.port, "kvhma_ticket": "0" * 32}
         asked = request("d", params={"do_remote_prefill": True, **own}, tokens=41)
         d.on_request_added(asked)
-        told = d.decode.pending["d"].followed.follower
+        told = tickets_of(d).followed["d"].follower
         until(lambda: told.error)
         assert told.error.endswith(
             "and is this engine itself: set P's advertised_host to an address that reaches P from this host"

@@ -511,7 +511,7 @@ def test_whatever_a_client_says_of_an_answer_p_computes(make):
     told += [{**params, key: value} for key in sorted(keys) for value in WRONG]
     for number, one in enumerate(told):
         # A free port and another host may have any value: P connects to neither.
-        chat.p.kvhma.decode.renewer.leases = None
+        chat.p.kvhma.decode.claims.renewer.leases = None
         chat.p.add(f"x{number}", prompt, 1, one)
         for _ in range(5):
             chat.p.step()

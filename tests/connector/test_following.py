@@ -13,10 +13,10 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 
 from kvhma._kvhma import text_to_ids
 from kvhma.vllm.holds.offers import OfferState
-from kvhma.vllm.loads import following
-from kvhma.vllm.loads.ticket_follower import TicketQuestion
 from kvhma.vllm.metadata import WorkerReport
-from support.schedulers import BUSY, STEP, blocks, manager, output, request, scheduler, tables
+from kvhma.vllm.options.tickets import following
+from kvhma.vllm.options.tickets.ticket_follower import TicketQuestion
+from support.schedulers import BUSY, STEP, blocks, manager, output, request, scheduler, tables, tickets_of
 from support.waiting import until
 
 TICKET = "0123456789abcdef" * 2
@@ -171,7 +171,7 @@ def read_to_the_end(d):
 
 
 def follower_of(d, name="r"):
-    return d.decode.pending[name].followed.follower
+    return tickets_of(d).followed[name].follower
 
 
 def entries(load):
@@ -462,7 +462,7 @@ def test_names_of_blocks_are_those_that_were_not_told(p, d):
 
 def test_with_nothing_to_compute_d_waits_for_news(p, d, monkeypatch):
     """An engine that only schedules again takes two cores, which may be those P computes with."""
-    event, waits = d.decode._following._followers.progressed, []
+    event, waits = tickets_of(d)._followers.progressed, []
     wait = event.wait
     monkeypatch.setattr(event, "wait", lambda seconds: (waits.append(seconds), wait(seconds))[1])
 
@@ -485,7 +485,7 @@ def test_with_nothing_to_compute_d_waits_for_news(p, d, monkeypatch):
     assert max(waits) < 0.01
     assert not waited_in(*[STEP] * 5), "the worker waits for the piece"
     read(d)
-    d.decode.refuse_request(request("another", N), "which is reported with the next step")
+    d.on_request_added(request("another", N, params="refused, which is reported with the next step"))
     assert not waited_in(*[STEP] * 5)
     p.finish(at_p)
     assert not piece_of(d).piece
@@ -496,7 +496,7 @@ def test_data_parallel_engines_do_not_wait_for_news(p, waits):
     with contextlib.closing(scheduler(ranks=1, may_wait=waits)) as d:
         p.add()
         followed(d, p)
-        news = d.decode._following._followers.progressed
+        news = tickets_of(d)._followers.progressed
         news.set()
         for _ in range(5):
             d.on_step(STEP)

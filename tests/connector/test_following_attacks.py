@@ -23,10 +23,10 @@ from connector.test_following import (  # noqa: F401
     small_pieces,
 )
 from kvhma.vllm.holds.offers import OfferState
-from kvhma.vllm.loads import ticket_follower
 from kvhma.vllm.metadata import LocalWorkerIdentity
+from kvhma.vllm.options.tickets import ticket_follower
 from kvhma.vllm.scheduler import KvhmaScheduler
-from support.schedulers import STEP, kept, output, request, tables
+from support.schedulers import STEP, kept, output, request, tables, tickets_of
 from support.waiting import until
 
 STEP_OF_P = SimpleNamespace(
@@ -123,7 +123,7 @@ def test_the_share_of_followers_is_given_back(p, d):  # noqa: F811
     d.context.manager = SimpleNamespace(block_pool=SimpleNamespace(num_gpu_blocks=1000))
     for end in ("finished", "aborted", "cancelled"):
         at_p, asked = p.add(ticket=TICKET), followed(d, p, name="r")
-        assert d.decode._following._blocks_taken == 21
+        assert tickets_of(d)._blocks_taken == 21
         if end == "cancelled":
             asked.status.name = "FINISHED_ABORTED"
             d.on_request_finished(asked, tables(d))
@@ -131,8 +131,8 @@ def test_the_share_of_followers_is_given_back(p, d):  # noqa: F811
         elif end == "aborted":
             at_p.status.name = "FINISHED_ABORTED"
         p.finish(at_p)
-        until(lambda: d.on_step(STEP) and not d.decode._following.with_blocks)
-        assert d.decode._following._blocks_taken == 0
+        until(lambda: d.on_step(STEP) and not tickets_of(d).with_blocks)
+        assert tickets_of(d)._blocks_taken == 0
         d.on_worker_results(output(["r"]))
         p.scheduler.prefill.settling.tickets._evict_oldest()
 
@@ -149,7 +149,7 @@ def test_p_that_answers_for_ever_does_not_keep_blocks(p, d, monkeypatch):  # noq
     assert not d.on_step(STEP).refusals, "a piece is being read"
     read(d)
     assert "has computed no more of the prompt" in d.on_step(STEP).refusals["r"].text
-    assert d.decode._following._blocks_taken == 0
+    assert tickets_of(d)._blocks_taken == 0
     assert d.take_stats().data["followed"] == {"lost": 1}
     d.on_worker_results(output(["r"]))
     assert d.decode.pending == {}
@@ -166,7 +166,7 @@ def test_what_p_had_finished_by_then_is_let_go(p, d, why):  # noqa: F811
     if why == "another prompt":
         asked._all_token_ids[3] = 99
     d.on_request_added(asked)
-    told = d.decode.pending["r"].followed.follower
+    told = follower_of(d)
     until(lambda: told.source is not None)
     drop, waits_for = p.scheduler.prefill.settling.tickets.cancel_ticket, []
     p.scheduler.prefill.settling.tickets.cancel_ticket = waits_for.append

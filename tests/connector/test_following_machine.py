@@ -15,8 +15,8 @@ import pytest
 
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
-from kvhma.vllm.loads import following
 from kvhma.vllm.metadata import WorkerReport
+from kvhma.vllm.options.tickets import following
 from support.schedulers import STEP, manager, output, request, scheduler
 from support.tries import RUNS
 

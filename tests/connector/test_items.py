@@ -25,7 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvhma.errors import SettingsError
 from kvhma.vllm.config.engine_config import check_items
 from kvhma.vllm.config.settings import Settings
-from support.schedulers import STEP, blocks, output, scheduler, tables
+from support.schedulers import STEP, blocks, output, scheduler, tables, tickets_of
 from support.waiting import until
 
 BLOCK = 16
@@ -328,10 +328,9 @@ def test_a_ticket_waits_for_what_p_has_seen(p, d, given):
     params = {"do_remote_prefill": True, "kvhma_ticket": ticket, "remote_host": address.host}
     request = asked("r", params | {"remote_port": address.port}, *given)
     d.on_request_added(request)
-    (load,) = d.decode.pending.values()
-    until(lambda: d.matched_tokens(request, 0) == (None, False) and load.followed.is_compared_at_hand_off)
+    until(lambda: d.matched_tokens(request, 0) == (None, False) and tickets_of(d).followed["r"].is_compared_at_hand_off)
     at_p.num_computed_tokens, at_p.status = 80, RequestStatus.FINISHED_LENGTH_CAPPED
     assert p.on_request_finished(at_p, tables(p)) is not None
-    until(lambda: d.decode.pending["r"].followed is None, lambda: d.matched_tokens(request, 0))
+    until(lambda: "r" not in tickets_of(d).followed, lambda: d.matched_tokens(request, 0))
     assert request.block_hashes == hashes(feature())
     assert d.matched_tokens(request, 0) == (80, True)

@@ -17,12 +17,12 @@ from connector.test_scheduler import added, failure_of, finished_at
 from kvhma.vllm.holds import lease_table
 from kvhma.vllm.holds.engine_loop import EngineLoop
 from kvhma.vllm.holds.lease_table import OVERDUE_SECONDS
-from kvhma.vllm.loads import decode
+from kvhma.vllm.loads import load_claims
 from kvhma.vllm.peers.client import Client
 from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, EngineInfo
 from kvhma.vllm.wire.secrets import Secrets
 from support.leases import Clock
-from support.schedulers import BUSY, STEP, kept, scheduler
+from support.schedulers import BUSY, STEP, kept, scheduler, tickets_of
 from support.waiting import until
 
 
@@ -96,7 +96,7 @@ def test_a_followed_ticket_ends_with_the_caches(state):
         with contextlib.closing(p.scheduler):
             computing, asked = p.add(), followed(d, p)
             p.compute(at_p=160)
-            until(lambda: d.decode.pending["r"].followed.follower.source)
+            until(lambda: tickets_of(d).followed["r"].follower.source)
             if state == "handed off":
                 params = p.finish(computing)
                 assert params is not None
@@ -121,8 +121,8 @@ def looks(monkeypatch):
         return found[-1]
 
     monkeypatch.setattr(EngineLoop, "makes_progress", watched)
-    monkeypatch.setattr(decode, "_MIN_RENEWAL_SECONDS", 0.0)
-    monkeypatch.setattr(decode, "_RENEWALS", 120)
+    monkeypatch.setattr(load_claims, "_MIN_RENEWAL_SECONDS", 0.0)
+    monkeypatch.setattr(load_claims, "_RENEWALS", 120)
     return found
 
 

@@ -66,13 +66,13 @@ def params(p):
 @pytest.fixture(autouse=True)
 def told(d, monkeypatch):
     found = []
-    release = d.decode.renewer.release_claim
+    release = d.decode.claims.renewer.release_claim
 
     def noted(address, claim, outcome):
         found.append(outcome)
         release(address, claim, outcome)
 
-    monkeypatch.setattr(d.decode.renewer, "release_claim", noted)
+    monkeypatch.setattr(d.decode.claims.renewer, "release_claim", noted)
     return found
 
 
@@ -99,16 +99,16 @@ def test_a_step_without_work_waits_a_little(params, d, go_on, monkeypatch):
     assert d.matched_tokens(asked, 0) == (40, True)
     d.on_blocks_allocated(asked, blocks(d), 40)
     assert len(d.on_step(STEP).loads) == 1
-    assert d.decode.renewer._sessions == {}, "a load that does not last is not claimed"
+    assert d.decode.claims.renewer._sessions == {}, "a load that does not last is not claimed"
 
 
 def test_a_request_that_nobody_asks_for_is_claimed_once_it_is_compared(params, p, d, go_on):
     """It may wait for blocks for longer than P keeps what was never claimed."""
     d.on_request_added(request(params=params))
     d.on_step(BUSY)
-    assert d.decode.renewer._sessions == {}
+    assert d.decode.claims.renewer._sessions == {}
     go_on.set()
-    until(lambda: not d.on_step(BUSY) or d.decode.renewer._sessions)
+    until(lambda: not d.on_step(BUSY) or d.decode.claims.renewer._sessions)
     until(lambda: any(held.readers for held in p.context.leases._held.values()))
 
 
@@ -128,7 +128,7 @@ def test_of_another_prompt_p_never_hears(params, p, d, go_on, told, end):
         asked.status.name = "FINISHED_ABORTED"
     assert d.on_request_finished(asked, tables(d)) is None
     assert d.decode.pending == {}
-    assert (told, d.decode.renewer._sessions) == ([], {})
+    assert (told, d.decode.claims.renewer._sessions) == ([], {})
     assert d.take_stats().data["local_prefills"]["other_prompt"] == 1
     assert len(p.context.leases) == 1
 

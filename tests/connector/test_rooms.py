@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -17,21 +18,13 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 import kvhma
 from kvhma.vllm.config import rooms
 from kvhma.vllm.options.doors import SchedulerDoor, WorkerDoor
+from support.schedulers import STEP, blocks, request, scheduler
 
 PACKAGE = Path(kvhma.__file__).parent
 ROOT = Path(__file__).parents[2]
-CORE = (
-    "tests/connector/test_scheduler.py",
-    "tests/connector/test_metadata.py",
-    "--deselect=tests/connector/test_scheduler.py::test_engines_that_share_a_secret",  # it takes as long as the others
-)
-"""Tests that need no option."""
-MORE = (
-    "tests/unit/test_load_machine.py",
-    "tests/connector/test_lease_table.py",
-    "tests/connector/test_leases.py",
-    "tests/connector/test_worker.py",
-)
+CORE = ["tests/connector/test_metadata.py", "tests/connector/test_scheduler.py", "-k", "not sample and not secret"]
+"""Tests that need no option, and their arguments."""
+MORE = [f"tests/connector/test_{name}.py" for name in ("scheduler", "lease_table", "leases", "worker")]
 
 
 def folders() -> list[str]:
@@ -47,20 +40,25 @@ def without(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[st
     return option, tmp_path
 
 
-def run(path: Path, *arguments: str) -> str:
-    """Run Python with the package at `path`; return its output."""
+def run_tests(option: str, path: Path, *arguments: str) -> None:
+    """Run tests with the package at `path`, in which the option is absent."""
+    script = f"""
+import sys
+import pytest
+import kvhma.vllm.connector
+from kvhma.errors import SettingsError
+from kvhma.vllm.config.rooms import check_installed, find_rooms
+assert kvhma.__file__.startswith({str(path)!r}), kvhma.__file__
+assert not [room for part in ("scheduler", "worker") for room in find_rooms(part, [{option!r}])]
+with pytest.raises(SettingsError, match="a setting, but kvhma was installed without the option {option!r}"):
+    check_installed({option!r}, "a setting")
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *{arguments!r}]))
+"""
     environment = os.environ | {"PYTHONPATH": str(path), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=280,
-    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=800)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
+    assert " passed" in done.stdout
 
 
 def test_every_option_has_a_door() -> None:
@@ -71,30 +69,26 @@ def test_every_option_has_a_door() -> None:
         assert all(issubclass(room, doors[part]) for part, found in parts.items() for room in found)
 
 
+@pytest.mark.timeout(900)
 def test_core_works_without_an_option(without: tuple[str, Path]) -> None:
-    option, path = without
-    script = f"""
-import kvhma.vllm.connector
-from kvhma.vllm.config.rooms import check_installed, find_rooms
-assert kvhma.__file__.startswith({str(path)!r}), kvhma.__file__
-for part in ("scheduler", "worker"):
-    assert not list(find_rooms(part, [{option!r}]))
-try:
-    check_installed({option!r}, "a setting")
-except kvhma.errors.SettingsError as error:
-    assert str(error) == "a setting, but kvhma was installed without the option {option!r}", error
-else:
-    raise AssertionError("not refused")
-"""
-    run(path, "-c", script)
-    tests = run(path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *CORE)
-    assert " passed" in tests
+    run_tests(*without, *CORE)
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_more_of_the_core_works_without_an_option(without: tuple[str, Path]) -> None:
-    _, path = without
-    assert " passed" in run(path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *MORE)
+    run_tests(*without, *MORE)
+
+
+def test_a_request_for_an_absent_option_is_refused() -> None:
+    with contextlib.closing(scheduler()) as d:
+        d.context.rooms = ()
+        asked = request(params={"do_remote_prefill": True, "kvhma_ticket": "0" * 32})
+        d.on_request_added(asked)
+        assert d.matched_tokens(asked, 0) == (1, True)
+        d.on_blocks_allocated(asked, blocks(d), 1)
+        failure = d.on_step(STEP).refusals["r"]
+    assert (failure.cause, "without option 'tickets'" in failure.text) == ("refused", True)
 
 
 def test_an_error_inside_an_option_is_not_its_absence(monkeypatch: pytest.MonkeyPatch) -> None:

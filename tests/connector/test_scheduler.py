@@ -139,13 +139,13 @@ def messages_of(d, monkeypatch):
     said = []
 
     def note(name):
-        real = getattr(d.decode.renewer, name)
+        real = getattr(d.decode.claims.renewer, name)
 
         def noted(address, claim, *outcome, **more):
             said.append((name, claim, *outcome, *more.values()))
             real(address, claim, *outcome, **more)
 
-        monkeypatch.setattr(d.decode.renewer, name, noted)
+        monkeypatch.setattr(d.decode.claims.renewer, name, noted)
 
     note("track_claim")
     note("release_claim")
@@ -596,7 +596,7 @@ def bind(p, num_gpu_blocks):
     """Bind a manager of this many blocks; in the tests there is room for all requests."""
     single = SimpleNamespace(num_cached_block={}, block_size=16)
     coordinator = SimpleNamespace(single_type_managers=[single], enable_partial_hash_hits=False)
-    p.bind(manager(num_gpu_blocks, coordinator=coordinator))
+    p.bind(manager(num_gpu_blocks, coordinator=coordinator, kv_cache_config=None))
     p.context.manager = manager()
 
 

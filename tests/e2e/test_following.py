@@ -24,7 +24,7 @@ STEP = {"max_num_batched_tokens": 100}
 SLOW = {"max_num_batched_tokens": 32, "max_num_seqs": 16}
 """P's tokens per step where a test has to act while it computes."""
 
-SMALL = {"kvhma.vllm.loads.following.PIECE_TOKENS": 16}
+SMALL = {"kvhma.vllm.options.tickets.following.PIECE_TOKENS": 16}
 ALL = {"content_digests": "all"}
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}}
 
@@ -206,7 +206,7 @@ def compared(d: Engine, result: str) -> int:
 
 def read_pieces(d: Engine) -> int:
     """Tokens of all pieces that D has read of requests that it follows now, except the last piece of each."""
-    followed = d.core("e2e_connector", "_kvhma_scheduler.decode._following.with_blocks")
+    followed = d.core("e2e_connector", "_kvhma_scheduler.context.rooms.0.with_blocks")
     return sum(int(tokens) for one in followed.values() for tokens in re.findall(r"\bdone_before=(\d+),", one))
 
 

@@ -38,7 +38,7 @@ ENVIRONMENT = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
     # The queues between vLLM's processes, which are allocated as a whole here: ten times this, for each process.
     "VLLM_MQ_MAX_CHUNK_BYTES_MB": "1",
-    CONSTANTS: '{"kvhma.vllm.loads.following.PIECE_TOKENS": 64}',  # several pieces of each prompt
+    CONSTANTS: '{"kvhma.vllm.options.tickets.following.PIECE_TOKENS": 64}',  # several pieces of each prompt
 }
 TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "GLOO_SOCKET_IFNAME": "lo"}
 LEASE = 10.0

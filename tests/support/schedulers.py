@@ -72,6 +72,11 @@ def scheduler(
     return made
 
 
+def tickets_of(made):
+    """The option of a scheduler that follows tickets."""
+    return next(room for room in made.context.rooms if hasattr(room, "with_blocks"))
+
+
 def manager(num_gpu_blocks=4000, **more):
     """A manager whose pool is vLLM's own. No request of the test owns any of its blocks."""
     pool = BlockPool(num_gpu_blocks, True, 16)

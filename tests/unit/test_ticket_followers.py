@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvhma.errors import RequestError
-from kvhma.vllm.loads import ticket_follower
-from kvhma.vllm.loads.ticket_follower import TicketFollower
+from kvhma.vllm.options.tickets import ticket_follower
+from kvhma.vllm.options.tickets.ticket_follower import TicketFollower
 from kvhma.vllm.wire.messages import Progress
 from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.tickets import Ticket

@@ -58,6 +58,11 @@ _CAUSES: tuple[tuple[type[KvhmaError], str, bool], ...] = (
 """The cause of each error, and whether it is transient. The first match counts."""
 
 
+def refused(text: str) -> Failure:
+    """Return the failure of a request that this engine refuses to load."""
+    return Failure("refused", text, transient=False)
+
+
 def failure_of(error: BaseException) -> Failure:
     """Return the failure of a load that raised this error."""
     for kind, cause, transient in _CAUSES:

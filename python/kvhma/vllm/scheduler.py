@@ -10,12 +10,14 @@ from kvhma.nixl import decode_handshake
 from kvhma.vllm.config.engine_facts import EngineFacts
 from kvhma.vllm.config.rooms import find_rooms
 from kvhma.vllm.config.settings import Settings
+from kvhma.vllm.failures import refused
 from kvhma.vllm.holds.engine_loop import STEPS_UNDER_WAY, EngineLoop
 from kvhma.vllm.holds.lease_table import LeaseTable
 from kvhma.vllm.holds.prefill import PrefillScheduler
 from kvhma.vllm.holds.scheduler_context import SchedulerContext
 from kvhma.vllm.internals import check_manager, drop_params, hit_each_group, reset_connector_first
 from kvhma.vllm.loads.decode import DecodeScheduler
+from kvhma.vllm.loads.load_machine import Load
 from kvhma.vllm.loads.prefix_cache import has_partial_hits, hits_may_differ
 from kvhma.vllm.metadata import LocalWorkerIdentity, StepMetadata, WorkerReport
 from kvhma.vllm.telemetry.stats import StatsCollector, TransferStats
@@ -59,7 +61,7 @@ class KvhmaScheduler:
         """Stop the threads."""
         for room in self.context.rooms:
             room.close()
-        self.decode.close()
+        self.decode.claims.renewer.close()
         self.context.peers.close()
         self.prefill.close()
         self.context.prompts.close()
@@ -102,12 +104,13 @@ class KvhmaScheduler:
         if not isinstance(params, dict):
             drop_params(request)
             text = f"kv_transfer_params is of type {type(params).__name__}, expected a dictionary"
-            self.decode.refuse_request(request, text)
+            self.decode.fail_load(Load(request), refused(text))
         elif request.abort_immediately:
             if params.get("do_remote_prefill"):
                 self.decode.release_rejected(request, params)
         elif params.get("do_remote_prefill"):
-            if not any(room.on_request_added(request, params) for room in self.context.rooms):
+            taken = [room.on_request_added(request, params) for room in self.context.rooms]
+            if not any(taken):
                 self.decode.on_request_added(request, params)
         elif params.get("do_remote_decode") is True:
             self.prefill.on_request_added(request)
@@ -144,16 +147,18 @@ class KvhmaScheduler:
         self._idle_steps = self._idle_steps + 1 if idle else 0
         if self._idle_steps > STEPS_UNDER_WAY and self.context.engine.may_wait:
             self._wait_for_peers()
+        for room in self.context.rooms:
+            room.on_step(output, self.decode.metadata)
         metadata = self.decode.take_metadata()
         metadata.idle = idle
-        for room in self.context.rooms:
-            room.on_step(output, metadata)
         self.prefill.on_step(output, metadata)
         return metadata
 
     def _wait_for_peers(self) -> None:
         """Wait a little for other threads and engines: a spinning step would take Python's lock and cores from them."""
         if self.decode.pending:
+            for room in self.context.rooms:
+                room.wait_for_progress()
             self.decode.wait_for_progress()
         else:
             self.context.leases.wait_for_end(_END_SECONDS)
@@ -163,6 +168,8 @@ class KvhmaScheduler:
         report = output.kv_connector_worker_meta
         if report is not None and isinstance(report, WorkerReport):  # the latter asks an abstract class
             self.decode.on_worker_report(report)
+            for room in self.context.rooms:
+                room.on_results(report)
             self.prefill.digests.on_worker_results(report)
             if report.step is not None:
                 self.prefill.settling.on_step_results(report.step)

@@ -52,7 +52,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 import kvhma
 from kvhma.errors import KvhmaError
 from kvhma.vllm.failures import Failure
-from kvhma.vllm.loads import decode as decode_module
+from kvhma.vllm.loads import load_claims
 from kvhma.vllm.metadata import ReadCommand, StepMetadata, WorkerReport
 from kvhma.vllm.reads import read_steps
 from kvhma.vllm.telemetry.stats import TransferStats
@@ -248,7 +248,7 @@ def _scheduler(shape: EngineShape) -> Scheduler:
     if shape.retention is not None and any(group.kind in ("sliding", "sliding_mla", "state") for group in shape.groups):
         caches.prefix_cache_retention_interval = shape.retention * block_size
     made = AsyncScheduler if shape.overlapped else Scheduler
-    with mock.patch.object(decode_module, "LeaseRenewer", DirectRenewer):
+    with mock.patch.object(load_claims, "LeaseRenewer", DirectRenewer):
         return made(config, caches, _grammars(), block_size=block_size, hash_block_size=hash_size)
 
 
@@ -418,7 +418,7 @@ class Engine:
     def read_from(self, other: Engine) -> None:
         """Read from another engine, and notify its lease table."""
         self.source = other
-        self.kvhma.decode.renewer.leases = other.kvhma.context.leases
+        self.kvhma.decode.claims.renewer.leases = other.kvhma.context.leases
 
     def add(
         self, name: str, tokens: Sequence[int], max_tokens: int, params: dict[str, Any] | None = None, **more: int

@@ -16,6 +16,7 @@ from kvhma.vllm import scheduler as scheduler_module
 from kvhma.vllm.holds import prefill as prefill_module
 from kvhma.vllm.internals import hit_each_group
 from kvhma.vllm.loads import decode as decode_module
+from kvhma.vllm.loads import prefix_cache
 from kvhma.vllm.loads.decode import DecodeScheduler
 from kvhma.vllm.metadata import ReadCommand
 from kvhma.vllm.options.next_turns import scheduler as next_turns
@@ -179,7 +180,7 @@ def null_blocks(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("blocks that were hit are written", "full", "full+sliding", "full+state")
 def hits_written(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(decode_module, "hit_blocks", lambda table, start: start)
+    patch.setattr(prefix_cache, "hit_blocks", lambda table, start: start)
 
 
 @mutant("a state is not read where D has a hit of attention", "full+state", "full+state+state")

@@ -79,7 +79,7 @@ METHODS = {
 def follow(start: Any, path: str) -> Any:
     """Walk a dotted path; a callable at its end is called."""
     for name in filter(None, path.split(".")):
-        start = getattr(start, name)
+        start = start[int(name)] if name.isdigit() else getattr(start, name)
     return start() if callable(start) else start
 
 

@@ -27,7 +27,7 @@ from kvhma.vllm.caches.layer_parts import RankInfo
 from kvhma.vllm.caches.module_values import built_layers
 from kvhma.vllm.config.engine_facts import EngineFacts
 from kvhma.vllm.config.identity import ModelIdentity
-from kvhma.vllm.config.rooms import check_installed
+from kvhma.vllm.config.rooms import WITHOUT_SETTING, check_installed
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.config.weight_digests import SECONDS
 from kvhma.vllm.config.weight_files import digest_weights
@@ -121,14 +121,15 @@ def options_of(config: VllmConfig, settings: Settings) -> tuple[str, ...]:
     """
     has_turns = settings.bidirectional_kv_xfer and not no_answers(config)
     asked = {
-        "spans": "otlp_traces_endpoint is set" if config.observability_config.otlp_traces_endpoint else "",
+        "tickets": "",
         "next_turns": "bidirectional_kv_xfer is True" if has_turns else "",
         "pictures": f"mm_items is {settings.mm_items!r}" if settings.trusts_items else "",
+        "spans": "otlp_traces_endpoint is set" if config.observability_config.otlp_traces_endpoint else "",
     }
     for option, asked_by in asked.items():
         if asked_by:
             check_installed(option, asked_by)
-    return tuple(option for option, asked_by in asked.items() if asked_by)
+    return tuple(option for option, asked_by in asked.items() if asked_by or option in WITHOUT_SETTING)
 
 
 def rank_info_of(config: VllmConfig) -> RankInfo:

@@ -82,6 +82,15 @@ class EngineFacts:
         """
         return num_tokens > self.loadable_tokens(num_prompt_tokens) and (self.has_state or self.has_windows)
 
+    def why_ahead(self, num_tokens: int, num_prompt_tokens: int) -> str:
+        """Return the text for a prompt of which P has computed too many tokens, see :meth:`is_ahead`."""
+        return (
+            f"P's states and windows are those of {num_tokens} tokens, but at most "
+            f"{self.loadable_tokens(num_prompt_tokens)} of this prompt can be loaded. D computes the last "
+            f"{self.backoff} itself, for a state, for a window or for num_speculative_tokens. With equal settings and "
+            "without prompt_logprobs P leaves as many to D"
+        )
+
     @property
     def workers(self) -> int:
         """Number of workers of the engine."""

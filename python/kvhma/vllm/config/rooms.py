@@ -11,8 +11,8 @@ from kvhma.errors import SettingsError
 
 _OPTIONS = "kvhma.vllm.options"
 
-WITHOUT_SETTING = ("spans",)
-"""Options that each engine has if their folders are there, because requests ask for them."""
+WITHOUT_SETTING = ("tickets", "spans")
+"""Options that requests ask for: each engine has those whose folders are there. Spans are last, to mark all reads."""
 
 
 def find_rooms(part: str, options: Sequence[str]) -> Iterator[Any]:

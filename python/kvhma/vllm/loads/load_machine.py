@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvhma.vllm.failures import Failure
-    from kvhma.vllm.loads.following import FollowedLoad
 
 
 class LoadState(enum.Enum):
@@ -223,7 +222,6 @@ class Load:
         is_optional: whether this engine prefills the request, and computes what it cannot load.
         min_tokens: fewer tokens than these are computed; 0 unless it is optional.
         remote: what P said of it; None if nothing that can be read.
-        followed: how it is followed while P computes its prompt; None if it is not.
         refusal: why it cannot be loaded, or is computed here; None otherwise.
         num_tokens: tokens to have afterwards; 0 as long as that is not known.
         is_shared: whether other requests read the same blocks.
@@ -241,7 +239,6 @@ class Load:
     is_optional: bool = False
     min_tokens: int = 0
     remote: PrefillParams | None = None
-    followed: FollowedLoad | None = None
     refusal: Failure | None = None
     num_tokens: int = 0
     is_shared: bool = False

@@ -29,6 +29,8 @@ class ReceivedParams:
     def read(self, request: Request, params: Mapping[str, Any]) -> PrefillParams:
         """Return the parameters of a prompt that P has computed."""
         _check_one_way(params)
+        if params.get(TICKET) is not None:
+            raise RequestError(f"kv_transfer_params: {TICKET} is set, but kvhma was installed without option 'tickets'")
         remote = self._signed(params, request.num_prompt_tokens)
         self._check_source(remote.address, remote.engine_id)
         for room in self._context.rooms:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from kvhma.vllm.metadata import StepMetadata, WorkerReport
+    from kvhma.vllm.metadata import ReadCommand, StepMetadata, WorkerReport
     from kvhma.vllm.wire.params import PrefillParams
 
 
@@ -36,6 +36,27 @@ class SchedulerDoor:
     def on_request_added(self, request: Request, params: dict[str, Any]) -> bool:
         """Note a new request that has ``kv_transfer_params``; return whether the option handles it alone."""
         return False
+
+    def on_request_rejected(self, request: Request, params: dict[str, Any]) -> bool:
+        """Note a request that vLLM has rejected; return whether the option notifies P.
+
+        Raises:
+            KvhmaError: P cannot be notified.
+        """
+        return False
+
+    def on_tokens_asked(self, load: Any) -> None:
+        """Note that vLLM asks how much is loaded of a request without blocks: a :class:`Load` of the load machine."""
+
+    def tokens_at_p(self, request_id: str) -> int:
+        """Return how many tokens P will hand off of a request whose parameters D lacks; 0 if that is not known."""
+        return 0
+
+    def remote_before_hand_off(self, request_id: str) -> PrefillParams | None:
+        """Return what is known of a request whose parameters D lacks; None if the option does not know it."""
+
+    def carry_out(self, load: Any, effect: enum.Enum, command: ReadCommand | None) -> None:
+        """Carry out a `LoadEffect` of the load's table that is an option's, in the order of the table."""
 
     def on_params_read(self, request: Request, remote: PrefillParams) -> None:
         """Note P's parameters of a request, before D compares its prompt with P's.
@@ -59,6 +80,12 @@ class SchedulerDoor:
 
     def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
         """Add the option's commands to those of a step, or change them."""
+
+    def wait_for_progress(self) -> None:
+        """Wait a little for other engines, in a step that has nothing else to do while loads are pending."""
+
+    def on_results(self, report: WorkerReport) -> None:
+        """Note what the workers report."""
 
     def on_request_loaded(self, request_id: str, first_tokens: Mapping[int, int]) -> None:
         """Note that a request was loaded; `first_tokens` as in :class:`kvhma.vllm.metadata.WorkerReport`."""

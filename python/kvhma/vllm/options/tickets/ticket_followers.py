@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from kvhma.errors import HandshakeError, RequestError
-from kvhma.vllm.loads.ticket_follower import TicketFollower, TicketQuestion
+from kvhma.vllm.options.tickets.ticket_follower import TicketFollower, TicketQuestion
 from kvhma.vllm.peers.peers import MAX_AT_ADDRESS, Peers
 from kvhma.vllm.wire import peer_log
 from kvhma.vllm.wire.messages import MAX_TICKETS_ASKED, Done, Progress, Unfollow
