@@ -285,15 +285,14 @@ bench-serve: dev $(E2E)/.ready ## vllm bench serve, beside vLLM's own connector 
 	cat benches/RESULTS_SERVE.md
 
 .PHONY: bench-digests
-bench-digests: build $(E2E)/.ready ## digests of what blocks hold, a copy and XXH3 (with the package xxhash), in benches/RESULTS_DIGESTS.md
-	PYTHONPATH=python $(BIN)/python benches/digests.py > benches/RESULTS_DIGESTS.md
-	PYTHONPATH=python:tests KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python benches/digests_in_engines.py >> benches/RESULTS_DIGESTS.md
+bench-digests: build $(E2E)/.ready ## digests of what blocks hold, beside a copy, in benches/RESULTS_DIGESTS.md
+	PYTHONPATH=python $(E2E)/bin/python benches/digests.py > benches/RESULTS_DIGESTS.md
 	cat benches/RESULTS_DIGESTS.md
 
 # With torch and NIXL in any Python: make gpu GPU_PYTHON=python3. Without a device it says so and is done.
 GPU_PYTHON = $(E2E)/bin/python
 .PHONY: gpu
-gpu: $(if $(filter $(E2E)/bin/python,$(GPU_PYTHON)),build $(E2E)/.ready) ## what only a device can show, eleven steps, in benches/RESULTS_GPU.md
+gpu: $(if $(filter $(E2E)/bin/python,$(GPU_PYTHON)),build $(E2E)/.ready) ## what only a device can show, twelve steps, in benches/RESULTS_GPU.md
 	PYTHONPATH=python:tests $(GPU_PYTHON) -m gpu --output benches $(ARGS)
 
 .PHONY: bench-listener

@@ -51,7 +51,7 @@ PICTURES = {
     """,
     "rust/core/src": """
         lib
-        report | content
+        report
         request
         pairing | form | lowlevel
         bytes
@@ -61,7 +61,7 @@ PICTURES = {
     """,
     "rust/py/src": """
         lib
-        functions | content | digest | block_users
+        functions | digest | block_users
         ids
         plan | block_tables
         results | geometry

@@ -25,8 +25,6 @@ __all__ = [
     "__version__",
     "check_rows",
     "clip_blocks",
-    "content_keys",
-    "content_sums",
     "descriptor_ids",
     "digest_prefixes",
     "digest_tokens",
@@ -563,41 +561,6 @@ def permuted_rows(
     Raises:
         RequestError: arrays of another type or shape, or of unequal length.
     """
-
-def content_sums(
-    of: _AnyGeometry | Plan,
-    num_tokens: int,
-    spans: Sequence[Span],
-    seed: int,
-    *,
-    first_tokens: U64s | None = None,
-    cp_tp_size: int = 1,
-    memory: Sequence[NDArray[np.uint8]] | None = None,
-) -> list[tuple[str, int, int, int, list[int], tuple[int, int, list[int]] | None, list[int]]]:
-    """Sum the content of a request's blocks; the sums do not depend on the layout. `kvhma.digests` has the definition.
-
-    Args:
-        of: geometry of a rank, or the plan that the rank reads with.
-        num_tokens: tokens that the blocks hold.
-        spans: blocks of each group.
-        seed: the seed of the keys of coordinates.
-        first_tokens: for each group the first token that counts; None to count all needed tokens.
-        cp_tp_size: number of neighbouring tensor-parallel ranks that share the tokens of context-parallel groups.
-        memory: the bytes of each region; None to read the regions in place, which must be host memory.
-
-    Returns:
-        For each kind of layers: kind, window or chunk, first needed token, first counted token, sums, repeated, extents
-        of the heads. With heads that may repeat, ``repeated`` has the rank's number, the number of ranks, and their
-        sums.
-
-    Raises:
-        GeometryError: a shard is not an equal share, or the regions are not host memory.
-        RequestError: spans or numbers do not fit.
-        BlockIdError: a group has no block with such an id.
-    """
-
-def content_keys(seed: int, axis: str, count: int) -> list[int]:
-    """Return the keys of the first indices of an axis, which are the factors of sums of repeated heads."""
 
 def digest_prefixes(tokens: list[int], counts: list[int]) -> list[bytes]:
     """Return `digest_tokens` without a header for each of several prefixes of a token list, in one pass.

@@ -2,94 +2,37 @@
 """Sums over the content of a request's blocks that do not depend on ranks, blocks or strides.
 
 Every four bytes of a row are a number. It is multiplied by keys of its coordinates: layer and part, token, index of
-each axis, place in the row. The sums of an engine's ranks are added. Copies that several ranks hold count once in
-total, with a share from each rank. So engines with one rank and with eight ranks get the same sums if they hold the
-same bytes at the same coordinates. docs/digests.md has the definition, and what the sums find and miss.
+each axis, place in the row. The sums of an engine's ranks are added. docs/digests.md has the definition, and what the
+sums find and miss. They run where the memory is: over arrays of numpy, or over tensors of torch on any device.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+import hashlib
+import math
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma._kvhma import Plan, content_keys, content_sums
-from kvhma.errors import RequestError, UnsupportedPairError
-from kvhma.geometry import Geometry, Span
+from kvhma.errors import GeometryError, RequestError, UnsupportedPairError
+from kvhma.geometry import Axis, Geometry, Group, Layer, Part, Span
 
 Layers: TypeAlias = tuple[str, int]
-"""The layers of one sum: the kind of their group, and its window or chunk (0 without a limit). Latent attention counts
-as ``full`` because it may share a group with full attention."""
+"""A kind of groups, and their window or chunk, or 0. Latent attention is ``full``, with which it may share a group."""
 
-_BY_TOKEN = ("full", "sliding", "chunked")
+U64s: TypeAlias = NDArray[np.uint64]
+I64s: TypeAlias = NDArray[np.int64]
+
+RANGE_TOKENS = 1024
+"""Tokens of each sum of a request; ranges begin at its multiples."""
+
 _WRAP = (1 << 64) - 1
-_RANGE_TOKENS = 1024
-_MAX_RANGES = 64
-"""As in rust/core/src/content/pieces.rs."""
-
-_HEADER = struct.Struct("<8sQQQHII")
-"""Kind, window or chunk, first token, first counted token, number of sums, places, number of places with sums."""
-
-
-@dataclass(frozen=True)
-class Counting:
-    """Which bytes are summed, and where they are.
-
-    Attributes:
-        first_tokens: for each group the first token that counts; None for all tokens that the next step needs.
-        cp_tp_size: number of neighbouring tensor-parallel ranks that share the tokens of context-parallel groups.
-        memory: the regions, each uint8 ``(bytes,)``; None to read host memory at the regions' addresses. It must be
-            mapped then, and nothing may write to the request's blocks during the call.
-    """
-
-    first_tokens: Sequence[int] | None = None
-    cp_tp_size: int = 1
-    memory: Sequence[NDArray[np.uint8]] | None = None
-
-
-@dataclass(frozen=True)
-class LayerSums:
-    """Sums over some layers, of one or several ranks, modulo 2**64.
-
-    Attributes:
-        first_token: the first token that the next step needs; the first range of tokens contains it.
-        from_token: the first token that counts. For a state: the end of the request if a state is missing, else 0.
-        sums: first the sum over coordinates alone, equal if both sides count the same items; then one sum per token
-            range.
-        places: number of ranks that may each hold a different head, for heads that may repeat an unknown number of
-            times; 0 without such heads.
-        repeated: sums over these heads by rank number, with a head key of 1.
-        heads: extents of the heads axes with known indices.
-    """
-
-    first_token: int
-    from_token: int
-    sums: tuple[int, ...]
-    places: int = 0
-    repeated: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    heads: frozenset[int] = frozenset()
-
-    def __add__(self, added: LayerSums) -> LayerSums:
-        """Add the sums of another rank."""
-        if (self.first_token, len(self.sums)) != (added.first_token, len(added.sums)):
-            raise RequestError("sums over different tokens cannot be added")
-        if self.places and added.places and self.places != added.places:
-            raise UnsupportedPairError(f"heads of {self.places} places and of {added.places} cannot be added")
-        repeated = dict(self.repeated)
-        for place, sums in added.repeated.items():
-            repeated[place] = _added(repeated[place], sums) if place in repeated else sums
-        return LayerSums(
-            self.first_token,
-            max(self.from_token, added.from_token),
-            _added(self.sums, added.sums),
-            self.places or added.places,
-            repeated,
-            self.heads | added.heads,
-        )
+_BATCH_BYTES = 4 << 20
+"""Most bytes that are summed at a time: their products take up to eight times as many."""
 
 
 class Difference(NamedTuple):
@@ -101,9 +44,8 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         kind, limit = self.layers
-        name = f"{kind} {limit}" if limit else kind
-        tokens = f", tokens {self.first}..{self.end - 1}" if self.end else ""
-        return f"{name} layers{tokens}"
+        name = f"{kind} {limit} layers" if limit else f"{kind} layers"
+        return f"{name}, tokens {self.first}..{self.end - 1}" if self.end else name
 
 
 @dataclass(frozen=True)
@@ -112,113 +54,193 @@ class ContentDigest:
 
     Attributes:
         num_tokens: number of tokens that the ranks hold.
-        layers: the sums, by layers.
+        ranks: number of tensor-parallel ranks. All of them together count each item so often.
+        layers: the sums modulo 2**64, by layers and heads. First the sum over coordinates alone, equal if both sides
+            count the same items. Then one for each range of tokens, from the first token that the next step needs.
+            Heads are 0 for parts without, -n if all ranks together have n, and 1 + r for those of rank r that other
+            ranks may repeat. No rank knows how often, so their key is 1.
+        from_tokens: the first token that counts. For a state: the end of the request if a state is missing, else 0.
     """
 
     num_tokens: int
-    layers: Mapping[Layers, LayerSums]
+    ranks: int
+    layers: Mapping[tuple[Layers, int], tuple[int, ...]]
+    from_tokens: Mapping[Layers, int]
 
     def __add__(self, added: ContentDigest) -> ContentDigest:
         """Add the sums of another rank of the same engine.
 
         Raises:
-            RequestError: the other digest is for a different number of tokens.
-            UnsupportedPairError: the ranks do not agree on how often heads are repeated.
+            RequestError: the other digest is for different tokens.
         """
-        if self.num_tokens != added.num_tokens:
+        if (self.num_tokens, self.ranks) != (added.num_tokens, added.ranks):
             raise RequestError(f"digests of {self.num_tokens} and of {added.num_tokens} tokens cannot be added")
-        layers = dict(self.layers)
+        layers, from_tokens = dict(self.layers), dict(self.from_tokens)
         for name, sums in added.layers.items():
-            layers[name] = layers[name] + sums if name in layers else sums
-        return ContentDigest(self.num_tokens, layers)
-
-    def to_bytes(self) -> bytes:
-        """Return the wire format, which :meth:`from_bytes` reads."""
-        parts = [self.num_tokens.to_bytes(8, "little")]
-        for (kind, limit), sums in self.layers.items():
-            head = (limit, sums.first_token, sums.from_token, len(sums.sums), sums.places, len(sums.repeated))
-            parts += [_HEADER.pack(kind.encode(), *head), _packed(sums.sums)]
-            for place, repeated in sums.repeated.items():
-                parts += [place.to_bytes(4, "little"), _packed(repeated)]
-        return b"".join(parts)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> ContentDigest:
-        """Read a digest. Safe on any bytes. The wire format does not have the extents of heads.
-
-        Args:
-            data: the result of `to_bytes`.
-
-        Returns:
-            The digest.
-
-        Raises:
-            RequestError: the bytes are not a digest.
-        """
-        try:
-            return _read(data)
-        except (struct.error, ValueError) as error:
-            raise RequestError(f"digest: {len(data)} bytes cannot be read: {error}") from error
+            layers[name] = _added(layers.get(name, (0,) * len(sums)), sums)
+        for kind, token in added.from_tokens.items():
+            from_tokens[kind] = max(token, from_tokens.get(kind, 0))
+        return ContentDigest(self.num_tokens, self.ranks, layers, from_tokens)
 
 
 def content_digest(
-    of: Geometry | Plan, num_tokens: int, spans: Sequence[Span], seed: int, counting: Counting = Counting()
+    geometry: Geometry,
+    memory: Callable[[int, int], Any],
+    num_tokens: int,
+    spans: Sequence[Span],
+    seed: int,
+    *,
+    first_tokens: Sequence[int] = (),
+    cp_tp_size: int = 1,
+    names: Collection[str] | None = None,
 ) -> ContentDigest:
-    """Sum the blocks of a request on one rank.
+    """Return the sums of a request's blocks on one rank, to be added to those of all ranks of the engine.
 
     Args:
-        of: the rank's geometry. D passes the plan that it reads with, so that D and P mean the same by each axis;
-            layers that no source has do not count then.
+        geometry: of the rank.
+        memory: returns the bytes of a region from an offset on: a uint8 array or tensor of one dimension.
         num_tokens: tokens that the blocks hold.
         spans: live blocks of each group. Tokens that the next step no longer needs may be missing.
         seed: a number of 64 bits from which the keys are made, equal on both sides.
-        counting: which bytes count, and where they are.
-
-    Returns:
-        The rank's sums. Add the sums of all ranks of an engine before you compare them.
+        first_tokens: for each group the first token that counts; empty for all tokens that the next step needs.
+        cp_tp_size: number of neighbouring tensor-parallel ranks that share the tokens of context-parallel groups.
+        names: of the layers that count; None for all layers.
 
     Raises:
-        GeometryError: a shard is not its rank's equal share, or the caches are not host memory.
-        RequestError: a span or a number does not fit the geometry.
+        GeometryError: an axis other than the heads may repeat.
+        RequestError: a group has no block with such an id.
     """
-    found = content_sums(
-        of,
-        num_tokens,
-        spans,
-        seed,
-        first_tokens=counting.first_tokens,
-        cp_tp_size=counting.cp_tp_size,
-        memory=None if counting.memory is None else list(counting.memory),
-    )
-    layers = {}
-    for kind, limit, first, begin, sums, repeated, heads in found:
-        place, places, of_place = repeated or (0, 0, [])
-        by_place = {place: tuple(of_place)} if places else {}
-        layers[kind, limit] = LayerSums(first, begin, tuple(sums), places, by_place, frozenset(heads))
-    return ContentDigest(num_tokens, layers)
+    digest = ContentDigest(num_tokens, geometry.tp_size, {}, {})
+    for index, (group, span) in enumerate(zip(geometry.groups, spans, strict=True)):
+        if group.kind == "opaque":  # only its owner knows what its blocks mean for a request
+            continue
+        layers = "full" if group.kind == "mla" else group.kind, group.window or group.chunk or 0
+        ids, tokens = _tokens(group, span)
+        first, ranges = _needed(layers, num_tokens)
+        first = max(first, first_tokens[index] if first_tokens else 0)
+        if group.kind == "ssm":
+            first = 0 if len(ids) else num_tokens
+        shared = cp_tp_size if group.cp_size > 1 else 1
+        digest += replace(digest, layers={(layers, 0): (0,) * (len(ranges) + 1)}, from_tokens={layers: first})
+        for layer in geometry.layers:
+            if layer.group == index and (names is None or layer.name in names):
+                if len(ids) and not 0 <= ids.min() <= ids.max() < layer.num_blocks:
+                    raise RequestError(f"blocks {ids.tolist()}, expected 0..{layer.num_blocks - 1}")
+                for part in layer.page.parts:
+                    content = memory(layer.region, layer.offset + part.offset)
+                    heads, key, coverage, values = _part_sums(geometry, layer, part, ids, content, seed)
+                    sums = coverage, *_by_range(values, tokens, range(first, num_tokens), ranges, seed)
+                    of_part = tuple(shared * key * value & _WRAP for value in sums)
+                    digest += replace(digest, layers={(layers, heads): of_part})
+    return digest
 
 
-def range_tokens(num_tokens: int) -> int:
-    """Return the number of tokens of each sum of a request; ranges begin at its multiples.
+def _needed(layers: Layers, num_tokens: int) -> tuple[int, range]:
+    """Return the first token that the next step needs, and the numbers of the ranges of tokens from there on."""
+    kind, limit = layers
+    first = num_tokens // limit * limit if kind == "chunked" else 0
+    first = min(num_tokens, max(0, num_tokens + 1 - limit)) if kind == "sliding" else first
+    end = 1 if kind == "ssm" else -(-num_tokens // RANGE_TOKENS) if first < num_tokens else 0
+    return first, range(first // RANGE_TOKENS, end)
 
-    Args:
-        num_tokens: tokens of the request.
-    """
-    fewest = -(-num_tokens // _MAX_RANGES)
-    return max(_RANGE_TOKENS, 1 << (fewest - 1).bit_length())
+
+def _tokens(group: Group, span: Span) -> tuple[I64s, I64s]:
+    """Return ids of blocks, and the token of each place there: (n, kernel blocks, tokens of each). A state is one."""
+    ids = np.asarray(span.ids, np.int64)
+    if group.kind == "ssm":
+        ids = ids[max(0, len(ids) - 1 - group.speculative) :][:1]
+        return ids, np.zeros((len(ids), 1, 1), np.int64)
+    #   cp_size 2, turns of 2 tokens, rank 0     place in the block   0 1 2 3
+    #                                            token                0 1 4 5
+    place = np.arange(group.block_size)
+    place = (place // group.turn * group.cp_size + group.cp_rank) * group.turn + place % group.turn
+    entries = span.first + np.arange(len(ids))
+    return ids, entries[:, None, None] * group.tokens_per_entry + place.reshape(group.ratio, -1)
+
+
+def _keys(seed: int, name: str, indices: I64s) -> U64s:
+    """Return odd keys of 64 bits, by the last steps of splitmix64. The product of odd keys and a change is a change."""
+    value = indices.astype(np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15) + np.uint64(_salt(seed, "axis", name))
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
+    return (value ^ (value >> np.uint64(31))) | np.uint64(1)
+
+
+def _salt(seed: int, *names: str) -> int:
+    text = seed.to_bytes(8, "little") + b"".join(len(name).to_bytes(8, "little") + name.encode() for name in names)
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def _by_range(values: U64s, tokens: I64s, held: range, ranges: range, seed: int) -> list[int]:
+    """Return the sum over each range of tokens; `values` are of each token, or of each kernel block as a whole."""
+    first, last = tokens[..., : values.shape[-1]], tokens[..., -values.shape[-1] :]
+    counts = (first < held.stop) & (last >= held.start) & (held.start < held.stop)
+    values = values[counts] * _keys(seed, "tokens", first[counts])
+    numbers = np.maximum(first[counts] // RANGE_TOKENS, ranges.start)
+    return [int(values[numbers == number].sum(dtype=np.uint64)) for number in ranges]
+
+
+def _part_sums(
+    geometry: Geometry, layer: Layer, part: Part, ids: I64s, content: Any, seed: int
+) -> tuple[int, int, int, U64s]:
+    """Return of a part: heads as in :class:`ContentDigest`, key, sum over coordinates, sums of tokens without keys."""
+    group, item = geometry.groups[layer.group], part.item_bytes
+    tokens = next((axis for axis in part.axes if axis.name == "tokens"), None)
+    heads = next((axis for axis in part.axes if axis.name == "heads"), None)
+    # A row is along the largest axis, independent of its stride, so that both sides number its words alike.
+    rows = [axis for axis in part.axes if axis not in (tokens, heads)] or [Axis("", 1, item)]
+    row = max(rows, key=lambda axis: (axis.extent - axis.spare, axis.name))
+    outer = [axis for axis in part.axes if axis not in (tokens, row)]
+    if any(axis.may_repeat and axis is not heads for axis in part.axes):
+        raise GeometryError(f"layer {layer.name!r}: an axis of {part.name!r} may repeat, expected only the heads")
+    # Spare indices are written before they are read.
+    *of_outer, items = (np.arange(axis.start, axis.start + axis.shard.held - axis.spare) for axis in (*outer, row))
+    pairs = zip(outer, of_outer, strict=True)
+    weights = [_keys(seed, axis.name, of) ** np.uint64(not axis.may_repeat) for axis, of in pairs]
+    dims = [(layer.num_blocks, layer.block_stride), (group.ratio, geometry.kernel_stride(layer))]
+    dims += [(group.kernel_block_size, tokens.stride) if tokens else (1, 0)]
+    dims += [(len(of), axis.stride) for axis, of in zip(outer, weights, strict=True)]
+    start, first, nbytes = layer.offset + part.offset, row.start * item, len(items) * item
+    to_align = geometry.regions[layer.region].base + start, first, nbytes, *(stride for _, stride in dims)
+    # A dense row is one of words if all words are aligned, else one of bytes; other rows are items of bytes.
+    is_dense = row.stride == item
+    unit = 4 if is_dense and not any(value % 4 for value in to_align) else 1
+    places = np.arange(first, first + nbytes, unit).reshape(-1, 1 if is_dense else item)
+    dims += [(len(places), unit if is_dense else row.stride), (places.shape[1], unit)]
+    words = _keys(seed, "words", places // 4) >> np.uint64(32) | np.uint64(1)
+    weights.append(words << (8 * (places % 4)).astype(np.uint64))
+    batch = max(1, _BATCH_BYTES // (unit * math.prod(length for length, _ in dims[1:])))
+    batches = np.split(ids, range(batch, len(ids), batch))
+    values = np.concatenate([_weighted(content, dims, unit, weights, of_batch) for of_batch in batches])
+    # The copies of an item on all ranks count `ContentDigest.ranks` times, and each copy influences the sum.
+    shards = math.prod(axis.extent // axis.shard.held for axis in (*outer, row) if not axis.may_repeat)
+    key = (_salt(seed, "part", layer.name, part.name) | 1) * shards
+    of_ones = math.prod(int(of.sum(dtype=np.uint64)) for of in weights) * (0x01010101 if unit == 4 else 1)
+    coverage = 0 if group.cp_rank else of_ones  # context-parallel ranks hold the same items of other tokens
+    place = (1 + heads.start if heads.may_repeat else -heads.extent) if heads else 0
+    return place, key, coverage, values
+
+
+def _weighted(content: Any, dims: Sequence[tuple[int, int]], unit: int, weights: Sequence[U64s], ids: I64s) -> U64s:
+    """Return the sum of each token of some blocks, of shape (n, kernel blocks, tokens)."""
+    shape, strides = zip(*dims, strict=True)
+    arrays = [of.view(np.int64) for of in (ids, *weights, np.array([0xFFFF_FFFF]))]  # signed ones wrap to the same bits
+    if isinstance(content, np.ndarray):
+        view = np.ndarray(shape, np.uint32 if unit == 4 else np.uint8, content, 0, strides)
+    else:
+        torch = sys.modules["torch"]
+        units = content[: len(content) // unit * unit].view(torch.int32 if unit == 4 else torch.uint8)
+        view = units.as_strided(shape, [stride // unit for stride in strides], units.storage_offset())
+        arrays = [torch.from_numpy(array).to(content.device) for array in arrays]
+    at, *outer, words, mask = arrays
+    sums = ((view[at] & mask) * words).sum((-2, -1))
+    for of_axis in reversed(outer):
+        sums = (sums * of_axis).sum(-1)
+    return np.asarray(sums if isinstance(content, np.ndarray) else sums.cpu()).view(np.uint64)
 
 
 def differences(prefill: ContentDigest, decode: ContentDigest, seed: int) -> tuple[list[Difference], int]:
-    """Compare the sums of P's ranks with the sums of D's ranks.
-
-    A range of tokens counts if D has moved all of it. So the range in which D's own prefix hit ends does not count, nor
-    the last range if D loaded fewer tokens than P has. If D has so few tokens that its ranges have another length, no
-    range counts.
-
-    Args:
-        prefill: the added sums of P's ranks.
-        decode: the added sums of D's ranks, computed with the plans that read from P.
-        seed: the seed of both sums.
+    """Compare the sums of P's ranks with those of D's ranks, over the ranges of tokens that D has moved whole.
 
     Returns:
         The differences, and the number of compared tokens, counted separately for each kind of layers.
@@ -226,102 +248,53 @@ def differences(prefill: ContentDigest, decode: ContentDigest, seed: int) -> tup
     Raises:
         UnsupportedPairError: the two sides sum different items, so they cannot be compared.
     """
-    if prefill.layers.keys() != decode.layers.keys():
-        raise _incomparable("layers", _names(decode.layers), _names(prefill.layers))
     found, compared = list[Difference](), 0
-    for layers, local in decode.layers.items():
-        remote = _comparable(layers, prefill.layers[layers], local, seed)
-        if layers[0] in _BY_TOKEN:
-            moved = _moved_ranges(layers, local, prefill.num_tokens, decode.num_tokens)
-            compared += sum(tokens.end - tokens.first for tokens in moved.values())
-            found += [tokens for index, tokens in moved.items() if remote[index] != local.sums[index]]
-        elif decode.num_tokens == prefill.num_tokens and not local.from_token and remote != local.sums:
-            found.append(Difference(layers, 0, 0))
+    remote_names, names = ([Difference(layers, 0, 0) for layers in sorted(of.from_tokens)] for of in (prefill, decode))
+    if remote_names != names:
+        raise _incomparable("layers", *(", ".join(map(str, of)) or "nothing" for of in (names, remote_names)))
+    for name in names:
+        layers = name.layers
+        local, remote = _numbered(name, decode, prefill, seed), _numbered(name, prefill, decode, seed)
+        first, ranges = _needed(layers, decode.num_tokens)
+        if (first, local[0]) != (_needed(layers, prefill.num_tokens)[0], remote[0]):
+            raise _incomparable(str(name), "these items", "different items or ranks")
+        for index, of_decode, of_prefill in zip(ranges, local[1:], remote[1:], strict=False):
+            begin, end = max(first, index * RANGE_TOKENS), min(prefill.num_tokens, (index + 1) * RANGE_TOKENS)
+            tokens = name if layers[0] == "ssm" else Difference(layers, begin, end)
+            end = prefill.num_tokens if layers[0] == "ssm" else end
+            if decode.from_tokens[layers] <= begin and end <= decode.num_tokens:
+                compared += tokens.end - tokens.first
+                found += [tokens] if of_decode != of_prefill else []
     return found, compared
 
 
-def _comparable(layers: Layers, remote: LayerSums, local: LayerSums, seed: int) -> tuple[int, ...]:
-    """Return P's sums of some layers, after a check that D sums the same items in the same ranges."""
-    sums = _numbered(layers, remote, local, seed)
-    if sums[0] != local.sums[0]:
-        raise _incomparable(f"{Difference(layers, 0, 0)}", "these items", "different items or ranks")
-    if remote.first_token != local.first_token or len(sums) < len(local.sums):
-        first = f"from token {local.first_token}", f"from {remote.first_token}"
-        raise _incomparable(f"{Difference(layers, 0, 0)}", *first)
-    return sums
+def _numbered(name: Difference, digest: ContentDigest, compared: ContentDigest, seed: int) -> tuple[int, ...]:
+    """Return the sums over some layers as often as the ranks of both sides count; repeated heads have indices.
 
-
-def _moved_ranges(layers: Layers, local: LayerSums, prefill_tokens: int, decode_tokens: int) -> dict[int, Difference]:
-    """Return the ranges of tokens that D has moved whole, by the index of their sum."""
-    step = range_tokens(prefill_tokens)
-    if step != range_tokens(decode_tokens):
-        return {}
-    moved = {}
-    for index in range(1, len(local.sums)):
-        end = (local.first_token // step + index) * step
-        tokens = Difference(layers, max(local.first_token, end - step), min(prefill_tokens, end))
-        if local.from_token <= tokens.first and tokens.end <= decode_tokens:
-            moved[index] = tokens
-    return moved
-
-
-def _numbered(layers: Layers, remote: LayerSums, local: LayerSums, seed: int) -> tuple[int, ...]:
-    """Return P's sums, with its repeated heads under the indices that D has for them."""
-    if local.repeated:
-        raise _incomparable(f"{Difference(layers, 0, 0)}", f"{local.places} places of heads", "another number")
-    if not remote.repeated:
-        return remote.sums
-    if len(local.heads) != 1:
-        raise _incomparable(f"{Difference(layers, 0, 0)}", f"heads of extents {sorted(local.heads)}", "repeated heads")
-    (count,) = local.heads
-    places = [index * remote.places // count for index in range(count)]
-    if remote.places % count or any(place not in remote.repeated for place in places):
-        raise _incomparable(f"{Difference(layers, 0, 0)}", f"{count} heads", f"{remote.places} places")
-    total = remote.sums
-    for key, place in zip(content_keys(seed, "heads", count), places, strict=True):
-        total = _added(total, [key * value & _WRAP for value in remote.repeated[place]])
+    A side that knows the number of heads decides. If none does, it divides the ranks of both.
+    """
+    by_heads = {heads: sums for (layers, heads), sums in digest.layers.items() if layers == name.layers}
+    compared_heads = [heads for (layers, heads) in compared.layers if layers == name.layers]
+    places, compared_places = ([heads for heads in of if heads > 0] for of in (by_heads, compared_heads))
+    weights = dict.fromkeys(by_heads, 1)
+    if places:
+        counts = {-heads for heads in (*by_heads, *compared_heads) if heads < 0}
+        counts |= {math.gcd(len(places), len(compared_places))} if compared_places else set()
+        count = max(counts, default=1)
+        if len(counts) != 1 or sorted(places) != list(range(1, len(places) + 1)) or len(places) % count:
+            raise _incomparable(str(name), f"{sorted(counts)} heads", f"heads of {len(places)} ranks")
+        keys = _keys(seed, "heads", np.arange(count)).tolist()
+        weights |= {place: keys[(place - 1) * count // len(places)] * count for place in places}
+    total = (0,) * len(by_heads[0])
+    for heads, sums in by_heads.items():
+        total = _added(total, [compared.ranks * weights[heads] * value for value in sums])
     return total
 
 
-def _incomparable(field_name: str, local: str, remote: str) -> UnsupportedPairError:
-    text = f"content_digests: {field_name}: D sums {local}, P {remote}; the two cannot be compared"
+def _incomparable(what: str, local: str, remote: str) -> UnsupportedPairError:
+    text = f"content_digests: {what}: D sums {local}, P {remote}; the two cannot be compared"
     return UnsupportedPairError(text, field="content_digests", local=local, remote=remote)
-
-
-def _names(layers: Iterable[Layers]) -> str:
-    return ", ".join(str(Difference(name, 0, 0)) for name in sorted(layers)) or "nothing"
 
 
 def _added(sums: Sequence[int], more: Sequence[int]) -> tuple[int, ...]:
     return tuple((a + b) & _WRAP for a, b in zip(sums, more, strict=True))
-
-
-def _packed(sums: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(sums)}Q", *sums)
-
-
-def _read(data: bytes) -> ContentDigest:
-    """Read the result of :meth:`ContentDigest.to_bytes`.
-
-    | tokens: 8 bytes | for each kind of layers: header, sums | for each place: place: 4 bytes, sums |
-    """
-    at = 8
-    layers: dict[Layers, LayerSums] = {}
-    while at < len(data):
-        kind, limit, first, begin, count, places, given = _HEADER.unpack_from(data, at)
-        at += _HEADER.size
-
-        def sums(start: int, count: int = count) -> tuple[int, ...]:
-            return struct.unpack_from(f"<{count}Q", data, start)
-
-        total, at = sums(at), at + 8 * count
-        repeated = {}
-        for _ in range(given):
-            repeated[int.from_bytes(data[at : at + 4], "little")] = sums(at + 4)
-            at += 4 + 8 * count
-        if not count or len(repeated) != given or any(place >= places for place in repeated):
-            raise ValueError(f"{count} sums, {given} of {places} places")
-        layers[kind.rstrip(b"\0").decode("ascii"), limit] = LayerSums(first, begin, total, places, repeated)
-    if len(data) < 8:
-        raise ValueError("it ends too early")
-    return ContentDigest(int.from_bytes(data[:8], "little"), layers)

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import random
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +19,11 @@ import numpy as np
 import pytest
 
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-pytest.importorskip("torch", reason="needs torch; make connector runs it")
+torch = pytest.importorskip("torch", reason="needs torch; make connector runs it")
 
-from kvhma.digests import ContentDigest, LayerSums, differences
-from kvhma.errors import DigestError, GeometryError, SettingsError, UnsupportedPairError
-from kvhma.geometry import Geometry, Group, Region
+from kvhma.digests import ContentDigest, content_digest, differences
+from kvhma.errors import DigestError, GeometryError, RequestError, SettingsError, UnsupportedPairError
+from kvhma.geometry import Axis, Geometry, Group, Page, Part, Region, Span
 from kvhma.nixl import Agent, key_hash
 from kvhma.oracle import fill_source
 from kvhma.vllm.config.engine_facts import EngineFacts
@@ -32,10 +36,11 @@ from kvhma.vllm.loads import decode
 from kvhma.vllm.metadata import LoadDigest, LocalWorkerIdentity, WorkerReport
 from kvhma.vllm.peers.worker_context import WorkerContext
 from kvhma.vllm.reads import read_steps
-from kvhma.vllm.reads.digests import LoadSums, check_digests
+from kvhma.vllm.reads.digests import LoadSums, Summing
 from kvhma.vllm.reads.results import LoadResults
 from kvhma.vllm.scheduler import KvhmaScheduler
 from kvhma.vllm.telemetry.stats import TransferStats
+from kvhma.vllm.wire.digest_form import read_digest, write_digest
 from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey, PrefillParams
 from kvhma.vllm.wire.proofs import new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
@@ -48,6 +53,12 @@ from support.schedulers import STEP, manager, request
 from support.waiting import until
 
 TOKENS = 40
+
+
+def nothing(num_tokens: int) -> ContentDigest:
+    return ContentDigest(num_tokens, 1, {}, {})
+
+
 NAMES = itertools.count()
 GROUPS = [Group("full", 4), Group("sliding", 4, window=9), Group("mla", 4), Group("ssm", 1)]
 
@@ -71,11 +82,10 @@ class Rank:
         self.agent.register(self.geometry)
         self.board, extra = board_of(self.agent, public)
         self.hello = LocalWorkerIdentity(self.agent.handshake_payload(self.geometry, extra), self.private)
-        check_digests(settings, self.geometry, 1)
         context = WorkerContext(
             settings, Secrets(), "d", IDENTITY, self.geometry, self.agent, rank=index, board=self.board
         )
-        self.worker = KvhmaWorker(context, DeviceMemory(self.geometry, {}))
+        self.worker = KvhmaWorker(context, DeviceMemory(self.geometry, {"all": torch.from_numpy(self.buffer)}))
         self.worker.be_ready()
 
     def _of(self, region: Region) -> np.ndarray:
@@ -306,12 +316,12 @@ def test_a_digest_may_be_later_than_one_reply(engines: Any) -> None:
 
 def test_a_p_that_does_not_answer_does_not_prolong_the_wait() -> None:
     """P may answer that it has no digest yet, and then keep the last question open for twice a timeout more."""
-    load = SimpleNamespace(remote=SimpleNamespace(lease_key=LeaseKey("at p", 1)))
-    read = SimpleNamespace(question=(SimpleNamespace(poll=lambda: False), 0), sums=None)
+    load: Any = SimpleNamespace(remote=SimpleNamespace(lease_key=LeaseKey("at p", 1)))
+    read: Any = SimpleNamespace(question=(SimpleNamespace(poll=lambda: False), 0), sums=None)
     assert not read_steps._is_answered(read)
-    read.sums = LoadSums(load, 1, lambda: ContentDigest(1, {}), 100.0)
+    read.sums = LoadSums(load, Future(), 100.0)
     assert not read_steps._is_answered(read)
-    read.sums = LoadSums(load, 1, lambda: ContentDigest(1, {}), -1.0)
+    read.sums = LoadSums(load, Future(), -1.0)
     with pytest.raises(DigestError, match="does not have it"):
         read_steps._is_answered(read)
 
@@ -330,9 +340,9 @@ def test_a_digest_that_never_comes_fails_the_load(engines: Any) -> None:
     [
         (b"garbage", "request", "digest: 7 bytes cannot be read"),
         (bytes(range(256)) * 9, "request", "digest: 2304 bytes cannot be read"),
-        (ContentDigest(TOKENS - 1, {}).to_bytes(), "request", "P's digest is of 39 tokens, expected 40"),
+        (write_digest(nothing(TOKENS - 1)), "request", "P's digest is of 39 tokens, expected 40"),
         (
-            ContentDigest(TOKENS, {}).to_bytes(),
+            write_digest(nothing(TOKENS)),
             "unsupported",
             "content_digests: layers: D sums full layers, .* nothing",
         ),
@@ -384,7 +394,7 @@ def test_a_verdict_may_come_first_or_last(early: bool, verdict: Failure | None) 
     results.expect([LOAD])  # type: ignore[list-item]
     if early:
         results.judge({"r": verdict})
-    results.ask_verdict("r", {0: 3}, LoadDigest(1, ContentDigest(4, {}), ContentDigest(4, {})))
+    results.ask_verdict("r", {0: 3}, LoadDigest(1, nothing(4), nothing(4)))
     if not early:
         assert results.take_results()[0] == set()
         results.judge({"r": verdict, "unknown": None})
@@ -405,9 +415,9 @@ def test_a_verdict_of_a_load_that_fails_is_forgotten() -> None:
 
 def test_sums_of_ranks_that_cannot_be_added_end_the_load() -> None:
     """D does not wait for a rank that has already sent an unusable sum."""
-    sums = {("full", 0): LayerSums(0, 0, (1, 2))}
-    mine, other = (ContentDigest(40, {("full", 0): LayerSums(first, 0, (1, 2))}) for first in (0, 8))
-    joined = LoadDigest(7, ContentDigest(40, sums), mine).joined(LoadDigest(7, ContentDigest(40, sums), other))
+    full = ("full", 0)
+    one, other = (ContentDigest(tokens, 1, {(full, 0): (1, 2)}, {full: 0}) for tokens in (40, 39))
+    joined = LoadDigest(7, one, one).joined(LoadDigest(7, one, other))
     assert joined.ranks == 2
     with pytest.raises(UnsupportedPairError, match="cannot be compared"):
         differences(joined.prefill, joined.decode, 7)
@@ -415,7 +425,7 @@ def test_sums_of_ranks_that_cannot_be_added_end_the_load() -> None:
 
 def test_reports_of_ranks_are_joined() -> None:
     def report(value: int) -> WorkerReport:
-        sums = ContentDigest(4, {})
+        sums = nothing(4)
         return WorkerReport(
             digests={"r": LoadDigest(1, sums, sums)}, prefill_digests={LeaseKey("k", value % 2): (sums, 1)}
         )
@@ -423,7 +433,7 @@ def test_reports_of_ranks_are_joined() -> None:
     joined = report(0).aggregate(report(1)).aggregate(report(2))
     assert joined.digests["r"].ranks == 3
     assert {key.generation: ranks for key, (_, ranks) in joined.prefill_digests.items()} == {0: 2, 1: 1}
-    other = WorkerReport(digests={"r": LoadDigest(1, ContentDigest(5, {}), ContentDigest(5, {}))})
+    other = WorkerReport(digests={"r": LoadDigest(1, nothing(5), nothing(5))})
     assert joined.aggregate(other).digests["r"].ranks == 4, "D does not wait for a rank whose sum cannot be added"
 
 
@@ -435,18 +445,48 @@ def test_the_settings() -> None:
             Settings.read({"content_digests": wrong})
 
 
+def summing(one: Geometry, caches: dict[str, torch.Tensor]) -> Summing:
+    return Summing(one, DeviceMemory(one, caches), 1, LoadResults().stats)
+
+
 def test_caches_that_cannot_be_summed_are_refused_at_start() -> None:
+    cache = torch.zeros(1 << 12, dtype=torch.uint8)
+    axes = (Axis("groups", 2, 8, 0, 1, may_repeat=True), Axis("tokens", 4, 2), Axis("content", 2, 1))
+    page = Page((Part("kv", "uint8", 1, 0, axes),))
+    one = rank(cache.data_ptr(), [Group("full", 4)], [("a", 0, page)], blocks=4, tp=(0, 2))
+    with pytest.raises(GeometryError, match="may repeat"):
+        summing(one, {"a": cache}).check()
+
+
+def test_tensors_and_arrays_have_the_same_sums() -> None:
     one = geometry(1 << 30, 0, 1)
-    device = Geometry(
-        tuple(Region(region.base, region.bytes, "VRAM") for region in one.regions), one.groups, one.layers
-    )
-    check_digests(Settings(), device, 1)
-    with pytest.raises(
-        SettingsError, match=r"content_digests is 1.0, expected off.*VRAM.*host memory.*kv_buffer_device"
-    ):
-        check_digests(Settings(content_digests=1.0), device, 1)
-    uneven = Geometry(one.regions, one.groups, one.layers, 1, 3)
-    check_digests(Settings(), uneven, 1)
-    sharded = geometry(1 << 30, 0, 2)
-    with pytest.raises(GeometryError, match="equal share"):
-        check_digests(Settings(content_digests=0.5), Geometry(sharded.regions, sharded.groups, sharded.layers, 0, 3), 1)
+    rng = np.random.default_rng(0)
+    memory = [rng.integers(0, 256, region.bytes, np.uint8) for region in one.regions]
+    spans = [Span(0, ids) for ids in tables(1)]
+    of_arrays = content_digest(one, lambda region, at: memory[region][at:], TOKENS, spans, 5)
+    of_tensors = content_digest(one, lambda region, at: torch.from_numpy(memory[region])[at:], TOKENS, spans, 5)
+    assert of_arrays == of_tensors
+
+
+def test_the_form_that_is_sent() -> None:
+    sums = {(("full", 0), heads): (7, (1 << 64) - 1) for heads in (0, -4, 1, 2)}
+    whole = ContentDigest(40, 2, sums, {("full", 0): 8})
+    data = write_digest(whole)
+    assert read_digest(data) == whole
+    others = [replace(whole, layers={**sums, (("full", 0), 3): (1,)}), replace(whole, layers={}, from_tokens={})]
+    with pytest.raises(RequestError, match="does not fit the others"):
+        read_digest(write_digest(others[0]))
+    assert read_digest(write_digest(others[1])) == others[1]
+    with pytest.raises(RequestError, match="does not fit the others"):
+        read_digest(write_digest(replace(whole, layers={})))
+    rng = random.Random(3)
+    for size in range(len(data)):
+        with pytest.raises(RequestError, match="digest"):
+            read_digest(data[:size])
+    for _ in range(2000):  # only typed errors, for any bytes
+        spoiled = bytearray(data)
+        for _ in range(rng.randint(1, 4)):
+            spoiled[rng.randrange(len(spoiled))] = rng.randrange(256)
+        with contextlib.suppress(RequestError, UnsupportedPairError):
+            differences(read_digest(bytes(spoiled)), whole, 7)
+            differences(whole, read_digest(bytes(spoiled)), 7)

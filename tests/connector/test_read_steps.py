@@ -88,7 +88,7 @@ class World:
             end_piece=lambda _, error: self.report("succeeded" if error is None else "failed"),
         )
         context: Any = SimpleNamespace(geometry=None)
-        steps: Any = ReadSteps(context, memory, engines, results)
+        steps: Any = ReadSteps(context, memory, engines, results, context)
         steps._planned, steps._handle, steps._sums = self.plan, self.post, self.sums
         self.steps: ReadSteps = steps
         remote = SimpleNamespace(content_seed=1 if story == "digests" else None, incarnation=None)

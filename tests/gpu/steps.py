@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gpu import order, shorter_blocks, transfers
+from gpu import digests, order, shorter_blocks, transfers
 from gpu.place import Outcome, Place
 
 
@@ -33,6 +33,7 @@ STEPS = (
     Step("through the host", order.staging),
     Step("many loads", order.many_loads),
     Step("blocks of P that are shorter", shorter_blocks.permuting),
+    Step("digests", digests.summing),
 )
 
 

@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import random
 from dataclasses import replace
 from functools import reduce
 from operator import add
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-import kvhma
-from kvhma.digests import ContentDigest, Counting, Difference, LayerSums, content_digest, differences, range_tokens
+from kvhma.digests import ContentDigest, Difference, content_digest, differences
 from kvhma.errors import GeometryError, RequestError, UnsupportedPairError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Span
 from support.pairs import HERE, THERE, heads, latent, rank, state
@@ -28,8 +29,8 @@ def random_memory(geometry: Geometry, seed: int = 0) -> list[np.ndarray]:
     return [rng.integers(0, 256, region.bytes, np.uint8) for region in geometry.regions]
 
 
-def digest(of: Any, memory: list[np.ndarray], tokens: int, spans: list[Span], **more: Any) -> ContentDigest:
-    return content_digest(of, tokens, spans, SEED, Counting(memory=memory, **more))
+def digest(of: Geometry, memory: list[np.ndarray], tokens: int, spans: list[Span], **more: Any) -> ContentDigest:
+    return content_digest(of, lambda region, offset: memory[region][offset:], tokens, spans, SEED, **more)
 
 
 def alone(tokens: int = 40, blocks: int = 20) -> tuple[Geometry, list[np.ndarray], list[Span]]:
@@ -46,25 +47,20 @@ ALONE = alone()
 FULL, WINDOW, STATE = ("full", 0), ("sliding", 9), ("ssm", 0)
 
 
-def plan_of(geometry: Geometry) -> kvhma.Plan:
-    regions = tuple(replace(region, base=region.base - HERE + THERE) for region in geometry.regions)
-    return kvhma.plan(geometry, replace(geometry, regions=regions))
-
-
 def after(change: Any, tokens: int = 40) -> list[Difference]:
     """Compare a cache with itself after a change of its memory."""
     geometry, memory, spans = ALONE
     changed = [region.copy() for region in memory]
     change(changed, spans)
-    mine = content_digest(plan_of(geometry), tokens, spans, SEED, Counting(memory=changed))
-    return differences(digest(geometry, memory, tokens, spans), mine, SEED)[0]
+    both = digest(geometry, memory, tokens, spans), digest(geometry, changed, tokens, spans)
+    return differences(*both, SEED)[0]
 
 
 def test_the_same_bytes_agree_and_say_how_many_tokens() -> None:
     geometry, memory, spans = ALONE
-    both = digest(geometry, memory, 40, spans), digest(plan_of(geometry), memory, 40, spans)
+    both = digest(geometry, memory, 40, spans), digest(geometry, memory, 40, spans)
     assert differences(*both, SEED) == ([], 40 + 8)  # the window of the next token sees 8 more
-    assert set(both[0].layers) == {FULL, WINDOW, STATE}
+    assert set(both[0].from_tokens) == {FULL, WINDOW, STATE}
 
 
 def test_every_bit_of_every_block_counts() -> None:
@@ -141,16 +137,15 @@ def test_ranges_of_tokens_say_where() -> None:
     theirs = digest(geometry, memory, 3900, spans)
     spoiled = [memory[0].copy()]
     spoiled[0][128 * 40] ^= 1  # token 39 * 64 = 2496
-    found, tokens = differences(theirs, digest(plan_of(geometry), spoiled, 3900, spans), SEED)
+    found, tokens = differences(theirs, digest(geometry, spoiled, 3900, spans), SEED)
     assert ([str(one) for one in found], tokens) == (["full layers, tokens 2048..3071"], 3900)
     # D's own tokens are not P's, and the digest covers only whole ranges after them.
-    hit = digest(plan_of(geometry), spoiled, 3900, [Span(20, spans[0].ids[20:])], first_tokens=[1280])
+    hit = digest(geometry, spoiled, 3900, [Span(20, spans[0].ids[20:])], first_tokens=[1280])
     found, tokens = differences(theirs, hit, SEED)
     assert ([one.first for one in found], tokens) == ([2048], 3900 - 2048)
     # If D loads fewer tokens than P has, the last range is incomplete.
-    fewer = digest(plan_of(geometry), memory, 3800, spans)
+    fewer = digest(geometry, memory, 3800, spans)
     assert differences(theirs, fewer, SEED) == ([], 3072)
-    assert [range_tokens(count) for count in (1, 65536, 65537, 1 << 20)] == [1024, 1024, 2048, 16384]
 
 
 def head_ranks(size: int, total: int, base: int, *, knows: bool = False) -> list[Geometry]:
@@ -171,29 +166,31 @@ def head_ranks(size: int, total: int, base: int, *, knows: bool = False) -> list
 
 @pytest.mark.parametrize(("mine", "theirs"), list(itertools.product(SIZES, SIZES)))
 @pytest.mark.parametrize("total", SIZES)
-def test_heads_that_ranks_repeat_without_knowing_it(mine: int, theirs: int, total: int) -> None:
+@pytest.mark.parametrize("who_knows", ["P", "D", "both", "none"])
+def test_heads_that_ranks_repeat(mine: int, theirs: int, total: int, who_knows: str) -> None:
+    """One side may know how many heads there are, for example because it has fewer ranks."""
     rng = np.random.default_rng(total)
     whole = rng.integers(0, 256, (total, 8, 24), np.uint8)
 
-    def memory(ranks: int, index: int) -> list[np.ndarray]:
-        each = max(1, total // ranks)
-        first = index * total // ranks
+    def memory(size: int, index: int) -> list[np.ndarray]:
+        each = max(1, total // size)
+        first = index * total // size
         return [whole[first : first + each].swapaxes(0, 1).reshape(-1).copy()]
 
     spans = [Span(0, [3, 1, 2])]
-    prefill = head_ranks(theirs, total, THERE)
+    prefill = head_ranks(theirs, total, THERE, knows=who_knows in ("P", "both"))
     sums = [digest(one, memory(theirs, index), 11, spans) for index, one in enumerate(prefill)]
-    sent = ContentDigest.from_bytes(reduce(add, sums).to_bytes())
-    plans = [kvhma.plan(local, prefill) for local in head_ranks(mine, total, HERE)]
-    read = [digest(plan, memory(mine, index), 11, spans) for index, plan in enumerate(plans)]
+    sent = reduce(add, sums)
+    ranks = head_ranks(mine, total, HERE, knows=who_knows in ("D", "both"))
+    read = [digest(one, memory(mine, index), 11, spans) for index, one in enumerate(ranks)]
     assert differences(sent, reduce(add, read), SEED) == ([], 11)
-    for index, plan in enumerate(plans):  # each rank's copy counts, also one of many
+    for index, one in enumerate(ranks):  # each rank's copy counts, also one of many
         spoiled = memory(mine, index)
         spoiled[0][spoiled[0].size // 8 + 5] ^= 4  # in block 1
-        wrong = [*read[:index], digest(plan, spoiled, 11, spans), *read[index + 1 :]]
+        wrong = [*read[:index], digest(one, spoiled, 11, spans), *read[index + 1 :]]
         assert differences(sent, reduce(add, wrong), SEED)[0]
     if mine > 1 and total > 1:
-        turned = [digest(plan, memory(mine, (index + mine // 2) % mine), 11, spans) for index, plan in enumerate(plans)]
+        turned = [digest(one, memory(mine, (index + mine // 2) % mine), 11, spans) for index, one in enumerate(ranks)]
         assert differences(sent, reduce(add, turned), SEED)[0]
 
 
@@ -233,71 +230,68 @@ def test_what_cannot_be_compared_is_refused() -> None:
     axis = Axis("heads", 3, 8, 0, 2)
     page = Page((Part("kv", "uint8", 1, 0, (axis, Axis("tokens", 4, 2), Axis("content", 2, 1))),))
     uneven = rank(HERE, [Group("full", 4)], [("a", 0, page)], blocks=4, tp=(0, 2))
-    with pytest.raises(GeometryError, match=r'"a" part "kv": shard is heads 0..2 of 3.*equal share of rank 0 of 2'):
-        digest(uneven, random_memory(uneven), 4, [Span(0, [1])])
+    half = rank(HERE, [Group("full", 4)], [("a", 0, heads(3, 3, 0))], blocks=4, tp=(0, 3))
+    of_both = [digest(one, random_memory(one), 4, [Span(0, [1])]) for one in (uneven, half)]
+    with pytest.raises(UnsupportedPairError, match="different items or ranks"):
+        differences(of_both[0], of_both[1], SEED)
+    wrong = Axis("rows", 2, 8, 0, 1, may_repeat=True)
+    page = Page((Part("kv", "uint8", 1, 0, (wrong, Axis("tokens", 4, 2), Axis("content", 2, 1))),))
+    repeats = rank(HERE, [Group("full", 4)], [("a", 0, page)], blocks=4, tp=(0, 2))
+    with pytest.raises(GeometryError, match="may repeat, expected only the heads"):
+        digest(repeats, random_memory(repeats), 4, [Span(0, [1])])
 
 
-def test_device_memory_is_refused() -> None:
-    geometry, _, spans = ALONE
-    vram = replace(geometry, regions=tuple(replace(region, memory="VRAM") for region in geometry.regions))
-    with pytest.raises(GeometryError, match="memory is VRAM, DRAM"):
-        content_digest(vram, 40, spans, SEED)
+@pytest.mark.parametrize("block", [-1, 20])
+def test_blocks_that_a_layer_does_not_have_are_refused(block: int) -> None:
+    geometry = rank(HERE, [Group("full", 4)], [("a", 0, heads(4))], blocks=20)
+    with pytest.raises(RequestError, match=r"blocks \[.*\], expected 0..19"):
+        digest(geometry, random_memory(geometry), 4, [SimpleNamespace(first=0, ids=[block])])  # type: ignore[list-item]
 
 
-def test_memory_is_read_where_it_is() -> None:
-    geometry, memory, spans = ALONE
-    buffer = np.concatenate([np.concatenate([region, np.zeros(64, np.uint8)]) for region in memory])
-    ends = np.cumsum([0, *(region.size + 64 for region in memory)])
-    regions = [replace(one, base=buffer.ctypes.data + int(at)) for one, at in zip(geometry.regions, ends, strict=False)]
-    there = content_digest(replace(geometry, regions=tuple(regions)), 40, spans, SEED)
-    assert there == digest(geometry, memory, 40, spans)
+def defined_key(name: str, index: int) -> int:
+    """The key of an index of an axis."""
+    mask = (1 << 64) - 1
+    value = (index * 0x9E3779B97F4A7C15 + salt("axis", name)) & mask
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & mask
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & mask
+    return (value ^ value >> 31) | 1
 
 
-def test_the_form_that_is_sent() -> None:
-    geometry, memory, spans = ALONE
-    whole = digest(geometry, memory, 40, spans)
-    data = whole.to_bytes()
-    read = ContentDigest.from_bytes(data)
-    assert read.num_tokens == 40
-    assert {name: one.sums for name, one in read.layers.items()} == {
-        name: one.sums for name, one in whole.layers.items()
-    }
-    repeated = ContentDigest(5, {FULL: LayerSums(0, 0, (1, 2), 4, {0: (3, 4), 3: (5, 6)})})
-    assert ContentDigest.from_bytes(repeated.to_bytes()) == repeated
-    rng = random.Random(3)
-    for size in range(len(data)):
-        if size not in _ends(whole):
-            with pytest.raises(RequestError, match="digest"):
-                ContentDigest.from_bytes(data[:size])
-    for _ in range(2000):  # only typed errors, for any bytes
-        spoiled = bytearray(repeated.to_bytes())
-        for _ in range(rng.randint(1, 4)):
-            spoiled[rng.randrange(len(spoiled))] = rng.randrange(256)
-        try:
-            ContentDigest.from_bytes(bytes(spoiled[: rng.randint(0, len(spoiled))]))
-        except RequestError:
-            continue
+def salt(*names: str) -> int:
+    text = b"".join(len(name).to_bytes(8, "little") + name.encode() for name in names)
+    return int.from_bytes(hashlib.blake2b(SEED.to_bytes(8, "little") + text, digest_size=8).digest(), "little")
 
 
-def _ends(whole: ContentDigest) -> set[int]:
-    """Lengths at which a part of a digest is one of fewer layers."""
-    ends, at = {8}, 8
-    for one in whole.layers.values():
-        at += 42 + 8 * len(one.sums)
-        ends.add(at)
-    return ends
+def defined(geometry: Geometry, memory: list[np.ndarray], spans: list[Span], name: str, first: int, end: int) -> int:
+    """The sum of a layer with one part on one rank, byte by byte: docs/digests.md."""
+    layer = geometry.layer_by_name[name]
+    (part,), group = layer.page.parts, geometry.groups[layer.group]
+    row = max((axis for axis in part.axes if axis.name not in ("tokens", "heads")), key=lambda axis: axis.extent)
+    total = 0
+    for index in itertools.product(*(range(axis.extent) for axis in part.axes)):
+        at = part.offset + sum(one * axis.stride for one, axis in zip(index, part.axes, strict=True))
+        key, token, place = salt("part", name, part.name) | 1, 0, 0
+        for one, axis in zip(index, part.axes, strict=True):
+            if axis is row:
+                place = one * part.item_bytes
+            elif axis.name == "tokens":
+                token = one
+            else:
+                key *= defined_key(axis.name, one)
+        for position, block in enumerate(spans[layer.group].ids):
+            of_block = token + (position * group.block_size if group.kind != "ssm" else 0)
+            for byte in range(part.item_bytes if first <= of_block < end else 0):
+                word = defined_key("words", (place + byte) // 4) >> 32 | 1
+                value = int(memory[layer.region][layer.offset + block * layer.block_stride + at + byte])
+                total += key * defined_key("tokens", of_block) * word * (value << 8 * ((place + byte) % 4))
+    return total % (1 << 64)
 
 
-def test_the_definition_stays_as_it_is() -> None:
+def test_the_sums_are_those_of_the_definition() -> None:
     """Engines of two versions compare these numbers, so they must not change."""
-    geometry, _, spans = ALONE
-    memory = [np.arange(region.bytes, dtype=np.uint32).astype(np.uint8) for region in geometry.regions]
-    found = {name: one.sums for name, one in digest(geometry, memory, 40, spans).layers.items()}
-    assert found == PINNED
-
-
-PINNED = {
-    FULL: (13347641412250262088, 2405052923118313592),
-    WINDOW: (7688377156393301722, 10015963934519709688),
-    STATE: (423622488229976734, 4681579095740748626),
-}
+    geometry, memory, spans = ALONE
+    found = digest(geometry, memory, 38, spans).layers
+    assert found[FULL, -4][1] == defined(geometry, memory, spans, "a", 0, 38)
+    assert found[WINDOW, -4][1] == defined(geometry, memory, spans, "b", 30, 38)
+    assert found[FULL, 0][1] == defined(geometry, memory, spans, "c", 0, 38)
+    assert found[STATE, -4][1] == defined(geometry, memory, spans, "d", 0, 38)

@@ -52,7 +52,6 @@ from kvhma.vllm.device.staging import StagingPool
 from kvhma.vllm.metadata import LocalWorkerIdentity, StepMetadata, WorkerReport
 from kvhma.vllm.peers.worker_context import WorkerContext
 from kvhma.vllm.plugin import register
-from kvhma.vllm.reads.digests import check_digests
 from kvhma.vllm.scheduler import KvhmaScheduler
 from kvhma.vllm.telemetry.stats import PromMetrics, TransferStats
 from kvhma.vllm.wire.lease_board import LeaseBoard
@@ -205,13 +204,11 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
 
         Raises:
             GeometryError: an unknown cache format; the text names the layer and what was found.
-            SettingsError: digests are on, and the caches are not in host memory.
         """
         config = self._vllm_config
         self._caches = kv_caches
         place = rank_info_of(config)
         geometry, self._memory = self._describe(kv_caches, place)
-        check_digests(self._settings, geometry, place.cp_tp_size)
         parallel = config.parallel_config
         private_key, public_key = new_agent_key()
         name = f"kvhma-{self._engine_id[:64]}-{parallel.rank}"

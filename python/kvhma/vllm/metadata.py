@@ -112,7 +112,7 @@ class LoadDigest(NamedTuple):
         try:
             decode = self.decode + more.decode
         except KvhmaError:
-            decode = ContentDigest(self.decode.num_tokens, {})
+            decode = ContentDigest(self.decode.num_tokens, 1, {}, {})
         return self._replace(decode=decode, ranks=self.ranks + more.ranks)
 
 

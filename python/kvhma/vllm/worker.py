@@ -25,7 +25,7 @@ from kvhma.vllm.peers.notifications import NotificationDrain
 from kvhma.vllm.peers.preconnect import Preconnector
 from kvhma.vllm.peers.prefill_engines import PrefillEngines
 from kvhma.vllm.peers.worker_context import WorkerContext
-from kvhma.vllm.reads.digests import PrefillSums
+from kvhma.vllm.reads.digests import PrefillSums, Summing
 from kvhma.vllm.reads.read_pump import ReadPump
 from kvhma.vllm.reads.results import LoadResults
 from kvhma.vllm.telemetry.stall_watch import StallWatch
@@ -36,7 +36,11 @@ class KvhmaWorker:
     """Does the loads that the scheduler orders, and reports each load exactly once."""
 
     def __init__(self, context: WorkerContext, memory: Memory) -> None:
-        """Own an agent that has the geometry's regions registered, and start the threads."""
+        """Own an agent that has the geometry's regions registered, and start the threads.
+
+        Raises:
+            GeometryError: digests are on, and the caches cannot be summed.
+        """
         settings, agent, geometry = context.settings, context.agent, context.geometry
         self._agent = agent
         self._board = context.board
@@ -48,8 +52,11 @@ class KvhmaWorker:
         self._engines = PrefillEngines(context, stats)
         self._device = context.device
         self._may_wait = context.may_wait
-        self._pump = ReadPump(context, memory, self._engines, self._results)
-        self._prefill_sums = PrefillSums(geometry, self._results, context.cp_tp_size)
+        summing = Summing(geometry, memory, context.cp_tp_size, stats)
+        if settings.content_digests:
+            summing.check()
+        self._pump = ReadPump(context, memory, self._engines, self._results, summing)
+        self._prefill_sums = PrefillSums(summing, self._results)
         self._preconnector = Preconnector(context, self._engines)
         self._notifications = NotificationDrain(agent, context.device, stats)
         self._idle_engines = IdleEngineWatch(context, self._engines, stats)

@@ -23,7 +23,6 @@
 
 mod block_users;
 mod bytes;
-mod content;
 mod digest;
 mod error;
 mod finding;
@@ -37,7 +36,6 @@ mod request;
 
 pub use block_users::BlockUsers;
 pub use bytes::rows::{Advise, Descriptor, View};
-pub use content::{ContentMemory, ContentRequest, ContentSums, RepeatedSums, index_keys};
 pub use digest::TokenDigest;
 pub use error::{Class, Error, Fields, Result, Value, Wrong};
 pub use finding::{Finding, Place, Severity};

@@ -8,7 +8,6 @@
 
 mod block_tables;
 mod block_users;
-mod content;
 mod convert;
 mod digest;
 mod error;
@@ -28,8 +27,6 @@ use pyo3::prelude::*;
 mod _kvhma {
     #[pymodule_export]
     use super::block_users::BlockUsers;
-    #[pymodule_export]
-    use super::content::{content_keys, content_sums};
     #[pymodule_export]
     use super::digest::{digest_prefixes, digest_tokens};
     #[pymodule_export]

@@ -35,6 +35,9 @@ class Memory(Protocol):
     device: CacheDevice
     scratch: Region | None
 
+    def from_address(self, address: int) -> torch.Tensor:
+        """Return the registered bytes from an address to the end of their storage; empty without any."""
+
     def zero(self, rows: NDArray[np.uint64], after: torch.Event | None = None) -> torch.Event | None:
         """Begin to zero ranges: shape (n, 3), address, length in bytes, device.
 
@@ -95,6 +98,7 @@ class DeviceMemory:
         self.kind: MemoryKind = geometry.regions[0].memory
         self.device = device_of(caches.values())
         self._storages = Storages(caches)
+        self.from_address = self._storages.from_address
         self.scratch: Region | None = None
         if isinstance(self.device, Accelerator):
             scratch = self._scratch_bytes = next(iter(caches.values())).new_zeros(_SCRATCH_BYTES, dtype=torch.uint8)

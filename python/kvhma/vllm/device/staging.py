@@ -61,6 +61,7 @@ class StagingPool:
         self.geometry = replace(geometry, regions=(region,), layers=layers)
         storages = Storages(caches)
         pool = self._pool = Storages({"pool": self._bytes})
+        self.from_address = pool.from_address
         self._parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in geometry.groups]
         for of_cache, of_pool in zip(geometry.layers, layers, strict=True):
             on_host = _parts(pool, self.geometry, of_pool)

@@ -12,6 +12,7 @@ import time
 from kvhma.digests import ContentDigest
 from kvhma.vllm.holds.scheduler_context import SchedulerContext
 from kvhma.vllm.metadata import DigestOrder, WorkerReport, join_ranks
+from kvhma.vllm.wire.digest_form import write_digest
 from kvhma.vllm.wire.messages import MAX_CONTENT_BYTES
 from kvhma.vllm.wire.params import LeaseKey, PrefillParams, random_id
 from kvhma.vllm.wire.peer_log import logger
@@ -67,7 +68,7 @@ class PrefillDigests:
             self._sums[key] = total, ranks
             if ranks == self._context.engine.workers:
                 del self._sums[key]
-                content = total.to_bytes()
+                content = write_digest(total)
                 if len(content) > MAX_CONTENT_BYTES:
                     logger.warning(
                         "kvhma: discarding the digest of %s: it has %d bytes, at most %d are sent",

@@ -5,17 +5,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
-from kvhma._kvhma import Plan, Transfer
-from kvhma.digests import ContentDigest, Counting, content_digest
-from kvhma.errors import DigestError, RequestError, SettingsError
+import torch
+
+from kvhma.digests import ContentDigest, content_digest
+from kvhma.errors import DigestError, RequestError
 from kvhma.geometry import Geometry, Span
-from kvhma.vllm.config.settings import Settings
+from kvhma.vllm.device.memory import Memory
 from kvhma.vllm.metadata import DigestOrder, LoadDigest, ReadCommand
 from kvhma.vllm.reads.results import LoadResults
+from kvhma.vllm.telemetry.stats import StatsCollector
 from kvhma.vllm.threads import in_thread
+from kvhma.vllm.wire.digest_form import read_digest
+
+ResultT = TypeVar("ResultT")
 
 logger = logging.getLogger("vllm.kvhma")
 
@@ -23,40 +29,65 @@ _ASK_AGAIN_SECONDS = 0.01
 """Pause before D asks P again for a digest. P has it a step or two after the request's last step."""
 
 
-def check_digests(settings: Settings, geometry: Geometry, cp_tp_size: int) -> None:
-    """Check that the caches can be summed, if the settings ask for digests.
+class Summing:
+    """Sums blocks of a worker, where its registered memory is. Safe to use from several threads."""
 
-    Raises:
-        SettingsError: the caches are not in host memory.
-        GeometryError: a layer's shard is not the equal share of its rank.
-    """
-    if not settings.content_digests:
-        return
-    memories = {region.memory for region in geometry.regions}
-    if memories != {"DRAM"}:
-        raise SettingsError(
-            f"kv_connector_extra_config: content_digests is {settings.content_digests}, expected off: the caches are "
-            f"in {' and '.join(sorted(memories))}, and digests need host memory (DRAM); see kv_buffer_device"
-        )
-    nothing = [Span(0, []) for _ in geometry.groups]
-    content_digest(geometry, 1, nothing, 0, Counting(cp_tp_size=cp_tp_size))
+    def __init__(self, geometry: Geometry, memory: Memory, cp_tp_size: int, stats: StatsCollector) -> None:
+        """Own nothing of this."""
+        self.geometry = geometry
+        self._memory = memory
+        self._cp_tp_size = cp_tp_size
+        self._stats = stats
+
+    def start(self, work: Callable[[], ResultT]) -> Future[ResultT]:
+        """Sum in a separate thread, after the device work that the calling thread has launched."""
+        device = self._memory.device
+        after = device.mark()
+
+        def run() -> ResultT:
+            results: list[ResultT] = []
+            device.launch(lambda: results.append(work()), after)
+            return results[0]
+
+        return in_thread("kvhma-digests", device.chosen(run))
+
+    def check(self) -> None:
+        """Refuse caches that no load could be compared with.
+
+        Raises:
+            GeometryError: an axis other than the heads may repeat, or a layer is in no storage of the caches.
+        """
+        self._sums(1, [Span(0, [])] * len(self.geometry.groups), 0)
+
+    def digest(self, num_tokens: int, spans: Sequence[Span], seed: int, **counting: Any) -> ContentDigest:
+        """Sum some blocks: :func:`kvhma.digests.content_digest`."""
+        started = time.monotonic()
+        digest = self._sums(num_tokens, spans, seed, **counting)
+        self._stats.record(digest_seconds=time.monotonic() - started)
+        return digest
+
+    def _sums(self, num_tokens: int, spans: Sequence[Span], seed: int, **counting: Any) -> ContentDigest:
+        def content(region: int, offset: int) -> torch.Tensor:
+            return self._memory.from_address(self.geometry.regions[region].base + offset)
+
+        more = {"cp_tp_size": self._cp_tp_size, **counting}
+        return content_digest(self.geometry, content, num_tokens, spans, seed, **more)
 
 
 class PrefillSums:
     """P's part: sums blocks of finished requests in separate threads, which the engine does not wait for."""
 
-    def __init__(self, geometry: Geometry, results: LoadResults, cp_tp_size: int) -> None:
+    def __init__(self, summing: Summing, results: LoadResults) -> None:
         """Start with nothing to sum."""
-        self._geometry = geometry
+        self._summing = summing
         self._results = results
-        self._counting = Counting(cp_tp_size=cp_tp_size)
         self._running: list[Future[None]] = []
 
     def start(self, orders: Sequence[DigestOrder]) -> None:
         """Sum the blocks of some requests."""
         if orders:
             self._running = [future for future in self._running if not future.done()]
-            self._running.append(in_thread("kvhma-digests", lambda: self._sum(orders)))
+            self._running.append(self._summing.start(lambda: self._sum(orders)))
 
     def close(self, timeout: float) -> None:
         """Wait until no thread reads the caches any more."""
@@ -65,29 +96,25 @@ class PrefillSums:
     def _sum(self, orders: Sequence[DigestOrder]) -> None:
         for order in orders:
             try:
-                started = time.monotonic()
-                digest = content_digest(self._geometry, order.num_tokens, list(order.spans), order.seed, self._counting)
+                digest = self._summing.digest(order.num_tokens, order.spans, order.seed)
                 self._results.note_prefill_digest(order.key, digest)
-                self._results.stats.record(digest_seconds=time.monotonic() - started)
-            except BaseException:  # a panic in Rust is no Exception; D times out without the digest
+            except Exception:  # D times out without the digest
                 logger.exception("kvhma: cannot sum the blocks of %s", order.key.request_id)
 
 
 class LoadSums:
     """D's part: the digest of what a load has read, summed in a separate thread, and P's digest."""
 
-    def __init__(self, load: ReadCommand, seed: int, sums: Callable[[], ContentDigest], timeout: float) -> None:
-        """Begin to sum what a load has read.
+    def __init__(self, load: ReadCommand, decode: Future[ContentDigest], timeout: float) -> None:
+        """Wait for both digests.
 
         Args:
             load: its reads have ended.
-            seed: of the digest.
-            sums: returns the digest.
+            decode: the digest of what was read.
             timeout: seconds to wait for P's digest.
         """
         self._load = load
-        self._seed = seed
-        self._future: Future[ContentDigest] = in_thread("kvhma-digests", sums)
+        self._future = decode
         self._prefill: ContentDigest | None = None
         self._deadline = time.monotonic() + timeout
         self._ask_at = 0.0
@@ -105,7 +132,7 @@ class LoadSums:
             RequestError: `content` is not a digest, or is a digest of other tokens.
         """
         if self._prefill is None and content is not None:
-            digest = ContentDigest.from_bytes(content)
+            digest = read_digest(content)
             if digest.num_tokens != self._load.remote.num_tokens:
                 expected = f"P's digest is of {digest.num_tokens} tokens, expected {self._load.remote.num_tokens}"
                 raise RequestError(expected)
@@ -139,17 +166,26 @@ class LoadSums:
         """
         if self._prefill is None or not self._future.done():
             return None
-        return LoadDigest(self._seed, self._prefill, self._future.result())
+        return LoadDigest(self._load.remote.content_seed or 0, self._prefill, self._future.result())
 
 
 def sums_of(
-    plan: Plan, transfer: Transfer, load: ReadCommand, places: Sequence[Span], geometry: Geometry, cp_tp_size: int
-) -> Callable[[], ContentDigest]:
-    """Return a function that sums a load's blocks: in each group the tokens that this load and earlier pieces moved."""
-    first_tokens = list(transfer.first_tokens)
+    summing: Summing, load: ReadCommand, places: Sequence[Span], first_tokens: Sequence[int], peers: Iterable[Geometry]
+) -> Future[ContentDigest]:
+    """Begin to sum a load's blocks: in each group the tokens that this load and earlier pieces have moved.
+
+    Args:
+        summing: of this worker.
+        load: its reads have ended.
+        places: that it was read into.
+        first_tokens: of the transfer, by group.
+        peers: that it was read from; layers that they do not have do not count.
+    """
+    moved = list(first_tokens)
+    groups = summing.geometry.groups
     for index, (held, span) in enumerate(zip(load.held, load.spans, strict=bool(load.held))):
         if len(held.ids) > len(span.ids):
-            first_tokens[index] = held.first * geometry.groups[index].block_size
-    counting = Counting(tuple(first_tokens), cp_tp_size)
-    seed = load.remote.content_seed or 0
-    return lambda: content_digest(plan, load.num_tokens, list(load.held or places), seed, counting)
+            moved[index] = held.first * groups[index].block_size
+    names = {layer.name for geometry in peers for layer in geometry.layers}
+    spans, seed = list(load.held or places), load.remote.content_seed or 0
+    return summing.start(lambda: summing.digest(load.num_tokens, spans, seed, first_tokens=moved, names=names))

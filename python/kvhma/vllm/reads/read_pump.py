@@ -19,6 +19,7 @@ from kvhma.vllm.peers.prefill_engines import PrefillEngines
 from kvhma.vllm.peers.sockets import Waker
 from kvhma.vllm.peers.worker_context import WorkerContext
 from kvhma.vllm.reads.active_read import ActiveRead, ReadState
+from kvhma.vllm.reads.digests import Summing
 from kvhma.vllm.reads.lease_checks import check_leases
 from kvhma.vllm.reads.read_metrics import ReadMetrics
 from kvhma.vllm.reads.read_steps import ReadSteps, errors_fail
@@ -61,7 +62,14 @@ class ReadPump:
     A read that takes long to post does so in turns with the others.
     """
 
-    def __init__(self, context: WorkerContext, memory: Memory, engines: PrefillEngines, results: LoadResults) -> None:
+    def __init__(
+        self,
+        context: WorkerContext,
+        memory: Memory,
+        engines: PrefillEngines,
+        results: LoadResults,
+        summing: Summing,
+    ) -> None:
         """Start the thread."""
         self._agent = context.agent
         self._timeout = context.settings.handshake_timeout
@@ -72,7 +80,7 @@ class ReadPump:
         ]
         """Bytes of a block, by group."""
         self._engines = engines
-        self._steps = ReadSteps(context, memory, engines, results)
+        self._steps = ReadSteps(context, memory, engines, results, summing)
         self._metrics = ReadMetrics(context, results.stats)
         self._to_measure: list[ActiveRead] = []
         """Reads that the engine's thread has reported in this step."""

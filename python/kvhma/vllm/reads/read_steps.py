@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvhma._kvhma import Read, Transfer
-from kvhma.digests import ContentDigest
 from kvhma.errors import PeerLostError, RequestError, TransferError
 from kvhma.geometry import Geometry, Span
 from kvhma.nixl import TransferHandle
@@ -23,7 +22,7 @@ from kvhma.vllm.failures import failure_of
 from kvhma.vllm.peers.prefill_engines import PrefillEngine, PrefillEngines
 from kvhma.vllm.peers.worker_context import WorkerContext
 from kvhma.vllm.reads.active_read import ActiveRead, ReadState, required
-from kvhma.vllm.reads.digests import LoadSums, sums_of
+from kvhma.vllm.reads.digests import LoadSums, Summing, sums_of
 from kvhma.vllm.reads.read_parts import ReadPart, parts_of
 from kvhma.vllm.reads.results import LoadResults
 
@@ -39,8 +38,16 @@ _POST_SECONDS = 5e-3
 class ReadSteps:
     """Takes reads from their order to their report. Safe to use from several threads, each with its own reads."""
 
-    def __init__(self, context: WorkerContext, memory: Memory, engines: PrefillEngines, results: LoadResults) -> None:
+    def __init__(
+        self,
+        context: WorkerContext,
+        memory: Memory,
+        engines: PrefillEngines,
+        results: LoadResults,
+        summing: Summing,
+    ) -> None:
         """Own nothing of this: the memory that reads write to, the engines, and where reads are reported."""
+        self._summing = summing
         self._context = context
         self._memory = memory
         self._engines = engines
@@ -195,25 +202,11 @@ class ReadSteps:
         self._release_engine(read)
 
     def _sums(self, read: ActiveRead) -> LoadSums:
-        context, command = self._context, read.command
-        sums = sums_of(
-            required(read.engine).plan,
-            required(read.transfer),
-            command,
-            required(read.places),
-            context.geometry,
-            context.cp_tp_size,
-        )
-
-        def timed() -> ContentDigest:
-            started = time.monotonic()
-            digest = sums()
-            self._results.stats.record(digest_seconds=time.monotonic() - started)
-            return digest
-
-        seed = command.remote.content_seed or 0
+        peers = (peer.geometry for peer in required(read.engine).peers if peer is not None)
+        first_tokens = required(read.transfer).first_tokens
+        decode = sums_of(self._summing, read.command, required(read.places), first_tokens, peers)
         # P's sums come with its steps, which take seconds if P is overloaded.
-        return LoadSums(command, seed, timed, context.settings.replies_timeout)
+        return LoadSums(read.command, decode, self._context.settings.replies_timeout)
 
     def _clean_up(self, read: ActiveRead) -> None:
         with errors_fail(read):
