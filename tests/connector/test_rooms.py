@@ -45,6 +45,8 @@ def run_tests(option: str, path: Path, *arguments: str) -> None:
     script = f"""
 import sys
 import pytest
+# First: pytest rewrites modules that are not imported yet.
+code = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *{arguments!r}])
 import kvhma.vllm.connector
 from kvhma.errors import SettingsError
 from kvhma.vllm.config.rooms import check_installed, find_rooms
@@ -52,7 +54,7 @@ assert kvhma.__file__.startswith({str(path)!r}), kvhma.__file__
 assert not [room for part in ("scheduler", "worker") for room in find_rooms(part, [{option!r}])]
 with pytest.raises(SettingsError, match="a setting, but kvhma was installed without the option {option!r}"):
     check_installed({option!r}, "a setting")
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *{arguments!r}]))
+sys.exit(code)
 """
     environment = os.environ | {"PYTHONPATH": str(path), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-c", script]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import kvhma
 from kvhma.digests import RANGE_TOKENS, ContentDigest, Difference, content_digest, differences

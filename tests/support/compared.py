@@ -82,7 +82,7 @@ FACTS = (
     Fact(
         PAGES,
         "layer by layer, axis by axis ([which pairs work](vllm-pairs.md))",
-        "tests/unit/test_differences.py::test_planned_and_refused_pairs",
+        "tests/golden/test_pairs.py::test_pages_that_do_not_mean_the_same_are_refused",
     ),
     Fact(
         RANKS,
