@@ -331,6 +331,8 @@ def test_a_ticket_waits_for_what_p_has_seen(p, d, given):
     until(lambda: d.matched_tokens(request, 0) == (None, False) and tickets_of(d).followed["r"].is_compared_at_hand_off)
     at_p.num_computed_tokens, at_p.status = 80, RequestStatus.FINISHED_LENGTH_CAPPED
     assert p.on_request_finished(at_p, tables(p)) is not None
-    until(lambda: "r" not in tickets_of(d).followed, lambda: d.matched_tokens(request, 0))
+    found = []
+    until(lambda: "r" not in tickets_of(d).followed, lambda: found.append(d.matched_tokens(request, 0)))
+    assert found[-1] == (None, False), "vLLM has looked for blocks by the items before"
     assert request.block_hashes == hashes(feature())
     assert d.matched_tokens(request, 0) == (80, True)
