@@ -242,6 +242,11 @@ def _weighted(content: Any, dims: Sequence[tuple[int, int]], unit: int, weights:
 def differences(prefill: ContentDigest, decode: ContentDigest, seed: int) -> tuple[list[Difference], int]:
     """Compare the sums of P's ranks with those of D's ranks, over the ranges of tokens that D has moved whole.
 
+    Args:
+        prefill: the sums of P's ranks, added up.
+        decode: the sums of D's ranks, added up.
+        seed: the seed of both.
+
     Returns:
         The differences, and the number of compared tokens, counted separately for each kind of layers.
 
