@@ -241,9 +241,13 @@ def holds_of_large() -> dict[str, float]:
 
 
 def test_other_threads_have_their_turns():
-    # Code that holds the interpreter's lock holds it all the time.
-    holds = cost_of(holds_of_large).result
-    assert max(holds.values()) < 0.5, holds
+    # Code that holds the interpreter's lock holds it each time; a busy machine takes the turns of a thread at times.
+    tries = []
+    for _ in range(4):
+        tries.append(cost_of(holds_of_large).result)
+        if all(min(holds[name] for holds in tries) < 0.5 for name in tries[0]):
+            return
+    pytest.fail(f"other threads have no turns: {tries}")
 
 
 def parsed(text: bytes) -> int:

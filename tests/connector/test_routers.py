@@ -8,7 +8,6 @@ import importlib.metadata
 import importlib.util
 import json
 import shutil
-import socket
 import subprocess
 import threading
 import urllib.request
@@ -160,10 +159,6 @@ class Engine(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Any
 
-    def setup(self) -> None:
-        super().setup()
-        self.server.connections.append(self.connection)
-
     def do_GET(self) -> None:
         self.reply({"status": "ok", "data": []})
 
@@ -180,6 +175,7 @@ class Engine(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
+        self.send_header("Connection", "close")  # a router keeps what is open, and its thread here, beyond the test
         self.end_headers()
         self.wfile.write(data)
 
@@ -190,17 +186,13 @@ class Engine(BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def engine() -> Iterator[Any]:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Engine)
-    server.asked, server.more, server.connections = [], {}, []
+    server.asked, server.more = [], {}
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
         yield server
     finally:
         server.shutdown()
-        # An open connection keeps its thread: a client of another process may have taken this port for its server's.
-        for connection in server.connections:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
         server.server_close()
         thread.join()
 

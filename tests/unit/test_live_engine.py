@@ -204,9 +204,11 @@ def test_a_host_that_may_not_be_read_is_not_even_looked_up(tmp_path: Path, monke
 @pytest.mark.usefixtures("peer_only")
 def test_settings_of_this_hosts_engine_hold(tmp_path: Path, secret_file: Path) -> None:
     """The command uses the secret and the timeout of D's settings; a wrong setting makes one line."""
-    (tmp_path / "settings.json").write_text(json.dumps({"secret_file": str(secret_file), "handshake_timeout": 0.2}))
+    settings = {"secret_file": str(secret_file)}
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
     with engine(geometries(1, 1 << 30), secret=True) as address:
         assert cli("doctor", "--peer", address, "--settings", tmp_path / "settings.json").code == 0
+    (tmp_path / "settings.json").write_text(json.dumps(settings | {"handshake_timeout": 0.2}))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         done = cli("doctor", "--peer", address, "--settings", tmp_path / "settings.json", "--json")
