@@ -35,12 +35,15 @@ def cost_of(function: Callable[..., object], *arguments: object) -> Cost:
     process = context.Process(target=_run, args=(theirs, function, *arguments))
     process.start()
     theirs.close()
-    try:
-        answer = ours.recv()
-    except EOFError:
-        answer = "the process ended by itself"
+    with ours:  # a caller may keep an error, and its traceback this frame
+        try:
+            answer = ours.recv()
+        except EOFError:
+            answer = "the process ended by itself"
     process.join()
-    assert isinstance(answer, Cost), f"{answer} (exit code {process.exitcode})"
+    code = process.exitcode
+    process.close()
+    assert isinstance(answer, Cost), f"{answer} (exit code {code})"
     return answer
 
 
