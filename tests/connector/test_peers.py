@@ -201,6 +201,7 @@ def test_calls_that_wait_are_bounded(silent: Address, monkeypatch: pytest.Monkey
             calls[-1].result(END)
         for call in calls:
             asking.cancel(call)
+        until(lambda: not asking._queued)
         with listening() as p:
             assert asking.ask(p.at, INFO, EngineInfo).result(END).engine_id == "p"
 
