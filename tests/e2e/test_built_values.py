@@ -14,6 +14,9 @@ from support.waiting import until
 
 Models = Callable[[str], Path]
 
+LEASE = {"kv_lease_duration": 10.0}
+"""P holds what D could not read for another engine, until the lease ends."""
+
 
 def assert_refused(p: Engine, d: Engine, field: str, values: tuple[bool, bool]) -> None:
     """D fails a request of P, and its log and P's say which field differs, with both values."""
@@ -38,7 +41,7 @@ def assert_equal(p: Engine, d: Engine, plain: Engine) -> None:
 def test_factors_that_a_length_chooses(zygote: Zygote, model: Models, tmp_path: Path) -> None:
     """Two lengths up to 256 have the short factors, two above have the long ones."""
     lengths = {"short": 256, "shorter": 240, "long": 1024, "longer": 2048}
-    settings = {name: kvhma("phi3", max_model_len=length) for name, length in lengths.items()}
+    settings = {name: kvhma("phi3", max_model_len=length, extra=LEASE) for name, length in lengths.items()}
     plain = {f"plain {name}": arguments("phi3", max_model_len=lengths[name]) for name in ("short", "long")}
     with engines(zygote, model("phi3"), tmp_path, **settings, **plain) as (short, shorter, long, longer, *plains):
         assert_refused(short, long, "rotary_emb.use_long_rope", (True, False))
@@ -55,9 +58,9 @@ def test_a_scale_that_a_length_or_a_generation_configuration_switches(
     """Llama 4 scales queries above 32,768 tokens, or as its generation configuration says."""
     tuned = {"override_generation_config": {"attn_temperature_tuning": True}}
     settings = {
-        "short": kvhma("llama4", max_model_len=2048),
-        "long": kvhma("llama4", max_model_len=33000),
-        "tuned": kvhma("llama4", max_model_len=2048, **tuned),
+        "short": kvhma("llama4", max_model_len=2048, extra=LEASE),
+        "long": kvhma("llama4", max_model_len=33000, extra=LEASE),
+        "tuned": kvhma("llama4", max_model_len=2048, extra=LEASE, **tuned),
         "plain": arguments("llama4", max_model_len=2048, **tuned),
     }
     with engines(zygote, model("llama4"), tmp_path, **settings) as (short, long, tuned_too, plain):
