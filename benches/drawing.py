@@ -42,7 +42,6 @@ _RULES = (
 )
 _STYLE = "\n" + "\n".join(_RULES)
 
-COLORS = 8
 COLUMN = 688
 """Width of the column of text in the documentation, in pixels."""
 _THIN = 0.6

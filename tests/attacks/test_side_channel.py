@@ -797,7 +797,7 @@ def test_a_silent_crowd_of_500_addresses_takes_nothing_from_engines_with_the_sec
             for index in range(500 * number):
                 raws.append(connect(found.at, f"127.0.{index % 2 + 1}.{index % 500 // 2 + 1}"))
                 if number > 1:
-                    raws[-1].sendall(b"\x16\x03\x01\x40\x00\x01")  # a handshake that it does not go on with
+                    raws[-1].sendall(b"\x16\x03\x01\x40\x00\x01")  # a handshake that it does not continue
             answers(found.at, SECRET)
             for client in clients:
                 is_answered(client)

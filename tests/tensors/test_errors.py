@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failed allocations: the error names the layer and both values, and no memory is kept."""
+"""Failed allocations: the error names the layer and both values, and no memory stays allocated."""
 
 from __future__ import annotations
 

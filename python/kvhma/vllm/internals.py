@@ -154,7 +154,8 @@ def hit_each_group(manager: KVCacheManager, tokens_to_load: Callable[[Request], 
             answer = ask_vllm(request, *more)
             _, hit, longest, diverged = answer
             limit = min(max(hit, longest), loaded - 1)
-            if limit >= hit if diverged else limit <= hit or config.has_mamba_layers:
+            is_right = limit >= hit if diverged else limit <= hit
+            if is_right or (config.has_mamba_layers and not diverged):
                 return answer
         else:
             blocks, hits = look_up(request.block_hashes, request.num_tokens - 1)

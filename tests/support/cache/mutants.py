@@ -148,7 +148,7 @@ def one_hit(patch: pytest.MonkeyPatch) -> None:
     _spans_of_d(patch, cut)
 
 
-@mutant("a hit of full attention alone is kept where nothing is loaded", *WINDOWS[1:])
+@mutant("a hit of full attention alone stays where nothing is loaded", *WINDOWS[1:])
 def kept_without_a_load(patch: pytest.MonkeyPatch) -> None:
     def wrong(manager: Any, tokens_to_load: Any) -> None:
         hit_each_group(manager, lambda request: tokens_to_load(request) or request.num_tokens)

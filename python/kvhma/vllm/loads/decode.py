@@ -165,8 +165,8 @@ class DecodeScheduler:
         load = self.pending.get(request.request_id)
         if load is None or load.state is LoadState.REFUSED or load.state.is_end:
             return 0
-        followed = max((room.tokens_at_p(load.request_id) for room in self._context.rooms), default=0)
-        at_p = followed if load.remote is None else load.remote.num_tokens
+        followed = (room.tokens_at_p(load.request_id) for room in self._context.rooms)
+        at_p = max(followed, default=0) if load.remote is None else load.remote.num_tokens
         return load.num_tokens or min(at_p, self._context.engine.loadable_tokens(request.num_prompt_tokens))
 
     def matched_tokens(self, request: Request, local: int) -> tuple[int | None, bool]:

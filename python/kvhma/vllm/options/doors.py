@@ -13,7 +13,7 @@ What an option sends between the two processes is in the `extras` of
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -123,13 +123,6 @@ class WorkerDoor:
 
     def on_step(self, metadata: StepMetadata) -> None:
         """Carry out the option's commands of a step, in the engine's thread."""
-
-    def plan(self, read: Any) -> None:
-        """Look at a read that was planned and not posted."""
-
-    def after_read(self, read: Any) -> Iterator[None]:
-        """Work on a read whose bytes have arrived, before it is reported. Each `yield` waits a moment."""
-        yield from ()
 
     def on_read_reported(self, read: Any) -> None:
         """Note a read that was reported, while the engine continues."""

@@ -16,7 +16,11 @@ logger = logging.getLogger("vllm.kvhma")
 
 
 class ReadMetrics:
-    """Measures reads after they were reported. The pump's thread does so, while the engine continues."""
+    """Measures reads after they were reported. The pump's thread does so, while the engine continues.
+
+    Attributes:
+        block_bytes: bytes of a block of each group, over the group's layers on this rank.
+    """
 
     def __init__(self, context: WorkerContext, stats: StatsCollector) -> None:
         """Start without reads."""
@@ -26,10 +30,9 @@ class ReadMetrics:
         self._stats = stats
         self._rooms = context.rooms
         self._group_labels = [f"{index} {group.kind}" for index, group in enumerate(context.geometry.groups)]
-        self._entry_bytes = [0] * len(self._group_labels)
-        """Bytes of an entry of each group's block table, on this rank."""
+        self.block_bytes = [0] * len(self._group_labels)
         for layer in context.geometry.layers:
-            self._entry_bytes[layer.group] += layer.page.nbytes * context.geometry.groups[layer.group].ratio
+            self.block_bytes[layer.group] += layer.page.nbytes * context.geometry.groups[layer.group].ratio
 
     def measure(self, read: ActiveRead) -> None:
         """Measure a read that was reported."""
@@ -66,7 +69,7 @@ class ReadMetrics:
             by_group["group_cached_tokens"] = [
                 hit * group.tokens_per_entry for hit, group in zip(hits, self._geometry.groups, strict=True)
             ]
-            by_group["group_cached_bytes"] = [hit * nbytes for hit, nbytes in zip(hits, self._entry_bytes, strict=True)]
+            by_group["group_cached_bytes"] = [hit * nbytes for hit, nbytes in zip(hits, self.block_bytes, strict=True)]
             moved |= {
                 "tokens_loaded": command.num_tokens - command.cached,
                 "tokens_cached": command.cached,

@@ -73,12 +73,6 @@ class ReadPump:
         """Start the thread."""
         self._agent = context.agent
         self._timeout = context.settings.handshake_timeout
-        pages = [(layer.group, layer.page.nbytes) for layer in context.geometry.layers]
-        self._block_bytes = [
-            sum(nbytes for of_group, nbytes in pages if of_group == index) * group.ratio
-            for index, group in enumerate(context.geometry.groups)
-        ]
-        """Bytes of a block, by group."""
         self._engines = engines
         self._steps = ReadSteps(context, memory, engines, results, summing)
         self._metrics = ReadMetrics(context, results.stats)
@@ -151,7 +145,7 @@ class ReadPump:
     def _is_short(self, command: ReadCommand, limit: int) -> bool:
         """Return whether a read fills few blocks, of at most `limit` bytes. This does not need its plan."""
         blocks = nbytes = 0
-        for span, block_bytes in zip(command.spans, self._block_bytes, strict=True):
+        for span, block_bytes in zip(command.spans, self._metrics.block_bytes, strict=True):
             blocks += len(span.ids)
             nbytes += len(span.ids) * block_bytes
         return blocks <= _SHORT_BLOCKS and nbytes <= limit
