@@ -236,8 +236,8 @@ def report(found: Sequence[Row]) -> None:
         "and down, with jumps. Prompts have 128, 1,000, 5,000 and 32,000 tokens; the last tables show 5,000. Kernel blocks are FlashInfer's choice, pages have heads outside of tokens (LBHNC), "
         "unless the heading says otherwise.\n\n"
         "P's blocks may be shorter, with heads outside of tokens. Then kvhma copies each head of each of P's blocks "
-        "separately: more descriptors, and no work for D's device. With `permute_bytes` it reads whole blocks of P, and D "
-        "permutes them."
+        "separately: more descriptors. If D's caches are on a device, it reads whole blocks of P, and the device permutes "
+        "them."
     )
     print("## In short\n")
     write(

@@ -88,8 +88,8 @@ def device(monkeypatch):
 class Engine:
     """A worker's part of the connector, over caches that report being on the device by default."""
 
-    def __init__(self, name, *, data_parallel_size=1, place=on_device, buffer="cpu", **extra):
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+    def __init__(self, name, *, data_parallel_size=1, place=on_device, buffer="cpu", block=BLOCK, **extra):
+        spec = FullAttentionSpec(block_size=block, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
         raw = torch.empty(len(LAYERS) * BLOCKS * spec.page_size_bytes, dtype=torch.int8)
         raw.random_(generator=torch.Generator().manual_seed(len(name)))
         strides = compute_layout_strides(spec, BLOCKS, len(LAYERS), KVCacheLayout.LBHNC)
@@ -477,6 +477,25 @@ def test_blocks_are_permuted_and_no_thread_waits(copies):
     expected = torch.arange(24, dtype=torch.uint8).view(3, 2, 4).transpose(0, 1).reshape(-1)
     assert torch.equal(plain(cache), expected)
     assert {call.what for call in copies.calls} & {"synchronize", "wait for an event"} == set()
+
+
+@pytest.mark.usefixtures("copies")
+@pytest.mark.parametrize(("place", "permuted"), [(on_device, 2), (lambda cache: cache, 0)])
+def test_a_device_permutes_shorter_blocks_of_p(start, place, permuted):
+    """P has each head of a block of 8 tokens in one place; D's blocks have 16 tokens of a head in one."""
+    p, d = start(Prefill, block=8, place=place), start(Engine, "d", place=place)
+    expected, theirs = [cache.clone() for cache in d.caches], [3, 1, 6, 2, 5]
+    for token in range(3 * BLOCK):
+        for of_d, of_p in zip(expected, p.caches, strict=True):
+            where = OURS[token // BLOCK], slice(None), token % BLOCK
+            of_d[where] = of_p[theirs[token // 8], :, token % 8] if token < TOKENS else 0
+    d.step(p.load("r", theirs=theirs))
+    assert d.until_received("r") == set()
+    assert equal(d.caches, expected)
+    nbytes = permuted * sum(cache[0].nbytes for cache in d.caches)  # of D's whole blocks
+    until(lambda: d.connector._worker._pump._reads == [])
+    stats = d.connector.get_kv_connector_stats().data
+    assert stats.get("permuted_bytes", 0) == nbytes
 
 
 def test_what_is_simulated_is_torchs():

@@ -72,7 +72,6 @@ class World:
         memory: Any = SimpleNamespace(
             take_places=self.take_places,
             zero=lambda *_: self.launch("zero"),
-            permute=lambda *_: self.launch("permute"),
             copy_in=lambda *_: self.launch("copy"),
             release_places=lambda _: self.release("places"),
             device=SimpleNamespace(is_host=True),
@@ -90,6 +89,7 @@ class World:
         context: Any = SimpleNamespace(geometry=None)
         steps: Any = ReadSteps(context, memory, engines, results, context)
         steps._planned, steps._handle, steps._sums = self.plan, self.post, self.sums
+        steps._permute = lambda _: self.launch("permute")
         self.steps: ReadSteps = steps
         remote = SimpleNamespace(content_seed=1 if story == "digests" else None, incarnation=None)
         command: Any = SimpleNamespace(request_id="r", spans=(), piece=story == "piece", remote=remote)

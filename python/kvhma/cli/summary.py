@@ -122,5 +122,5 @@ def _note_on_kernel_blocks(hand_off: HandOff, counted: Counted) -> str | None:
         return None
     return (
         f"kernel blocks of {local} tokens on D and {remote} on P: with heads outside of tokens, each head of a block "
-        "is a separate copy. Equal kernel blocks, or layout=LBNHC, need fewer, and so does permute_bytes"
+        "is a separate copy. A device permutes instead. Equal kernel blocks, or layout=LBNHC, need fewer"
     )

@@ -125,7 +125,6 @@ _STRING = _instance(str)
 _SECONDS = _number(float, 1, 86400)
 _PORT = _number(int, 1, 65535)
 _COUNT = _number(int, 0, 1 << 31)
-_BYTES = _number(int, 0, 1 << 40)
 _PATH = _text("(?s).{1,4096}", "a path")
 _HOST = r"[A-Za-z0-9_][\w.-]{0,511}|[0-9A-Fa-f]{0,4}(:[0-9A-Fa-f.]{0,15}){2,8}(%[\w.-]+)?"
 
@@ -206,12 +205,6 @@ class Settings:
         "seconds after which D disconnects from an engine that it has not read from; 0 for never. Not "
         "set: after an hour, and only if the engine does not answer any more "
         "([why](#engines-that-are-not-used))",
-    )
-    permute_bytes: int = _row(
-        0,
-        _BYTES,
-        "on D, if P's blocks are shorter than its own: bytes that D may permute to save a descriptor "
-        "([when it is worth it](tuning.md#descriptors))",
     )
     backends: tuple[str, ...] = _row(
         ("UCX",), Kind("a list of names", _names), "NIXL's transports, in order of preference", shown='`["UCX"]`'

@@ -52,16 +52,6 @@ class Memory(Protocol):
             GeometryError: a range is not in the caches. Nothing was zeroed.
         """
 
-    def permute(self, permutes: NDArray[np.uint64]) -> torch.Event | None:
-        """Begin to reorder ranges after a read: :attr:`kvhma.permute.PermutedRead.permutes`.
-
-        Returns:
-            Device work after which they are in order; None if they are.
-
-        Raises:
-            GeometryError: a range is not in the memory.
-        """
-
     def take_places(self, spans: Sequence[Span]) -> Sequence[Span] | None:
         """Return places to read a load's blocks into, for each group; None while there is no room.
 
@@ -117,7 +107,16 @@ class DeviceMemory:
         return self.device.launch(lambda: _zero_all(pieces), after)
 
     def permute(self, permutes: NDArray[np.uint64]) -> torch.Event | None:
-        """See :class:`Memory`. No other launched work writes there: blocks are zeroed before the read."""
+        """Begin to reorder ranges after a read: :attr:`kvhma.permute.PermutedRead.permutes`.
+
+        No other launched work writes there: blocks are zeroed before the read.
+
+        Returns:
+            Device work after which they are in order; None if they are.
+
+        Raises:
+            GeometryError: a range is not in the memory.
+        """
         return self.device.launch(lambda: launch_permute(permutes, self._storages), None)
 
     def take_places(self, spans: Sequence[Span]) -> Sequence[Span] | None:

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from kvhma.geometry import Geometry, Layer, Page, Region, Span
 from kvhma.geometry import Memory as MemoryKind
 from kvhma.tensors.indices import indices_beside
-from kvhma.tensors.permuting import launch_permute
 from kvhma.tensors.storages import Storages
 from kvhma.vllm.device.accelerator import device_of
 from kvhma.vllm.device.memory import zero_host
@@ -80,11 +79,6 @@ class StagingPool:
     def zero(self, rows: NDArray[np.uint64], after: torch.Event | None = None) -> torch.Event | None:
         """See :class:`kvhma.vllm.device.memory.Memory`. Only reads write to slots, so it need not wait for `after`."""
         zero_host(rows)
-        return None
-
-    def permute(self, permutes: NDArray[np.uint64]) -> torch.Event | None:
-        """See :class:`kvhma.vllm.device.memory.Memory`."""
-        launch_permute(permutes, self._pool)
         return None
 
     def copy_in(

@@ -17,7 +17,7 @@ from kvhma.errors import PeerLostError, RequestError, TransferError
 from kvhma.geometry import Geometry, Span
 from kvhma.nixl import TransferHandle
 from kvhma.permute import PermutedRead, permuted_reads
-from kvhma.vllm.device.memory import Memory
+from kvhma.vllm.device.memory import DeviceMemory, Memory
 from kvhma.vllm.failures import failure_of
 from kvhma.vllm.peers.prefill_engines import PrefillEngine, PrefillEngines
 from kvhma.vllm.peers.worker_context import WorkerContext
@@ -33,6 +33,9 @@ _MAX_RESUMES = 2
 
 _POST_SECONDS = 5e-3
 """How long a read posts before others get their turn. A transport may copy the bytes of a part within its post."""
+
+_PERMUTE_BYTES = 1 << 20
+"""How many bytes a device permutes to save a descriptor: it takes microseconds for them. A CPU copies them twice."""
 
 
 class ReadSteps:
@@ -52,6 +55,7 @@ class ReadSteps:
         self._memory = memory
         self._engines = engines
         self._results = results
+        self._permute = memory.permute if isinstance(memory, DeviceMemory) and not memory.device.is_host else None
 
     def advance(self, read: ActiveRead) -> None:
         """Take a read as far as it comes without waiting, and without looking for its engine."""
@@ -99,7 +103,7 @@ class ReadSteps:
             yield from _wait(read, ReadState.QUEUED, _has_engine)
             self._compare(read)
         if read.permutes is not None:
-            read.launched = self._memory.permute(read.permutes)
+            read.launched = required(self._permute)(read.permutes)
         yield from _wait(read, ReadState.PERMUTING, _device_ended)
         read.read_at = time.monotonic()
         self._results.note_load_read()
@@ -160,9 +164,9 @@ class ReadSteps:
         transfer = engine.plan.transfer(command.num_tokens, list(required(read.places)), list(command.remote.spans))
         reads: Sequence[Read | PermutedRead] = transfer.reads
         permutes: list[NDArray[np.uint64]] = []
-        if permute_bytes := self._context.settings.permute_bytes:
+        if self._permute is not None:
             remote = [None if peer is None else peer.geometry for peer in engine.peers]
-            permuted = permuted_reads(transfer, self._context.geometry, remote, permute_bytes)
+            permuted = permuted_reads(transfer, self._context.geometry, remote, _PERMUTE_BYTES)
             reads, permutes = permuted, [of_read.permutes for of_read in permuted if len(of_read.permutes)]
         return transfer, parts_of(reads, transfer.bytes), np.concatenate(permutes) if permutes else None
 
