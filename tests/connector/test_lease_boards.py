@@ -296,11 +296,10 @@ def is_verified(d, p, name="r", remote=None):
     return report_of(d, name).verified_by_board == {name}
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_what_the_board_shows_is_not_asked(p, d, asked, at_once):
+def test_what_the_board_shows_is_not_asked(p, d, asked):
     d.start(first=(p.remote("first", [1]), [1]))
     d.ended("first")
-    d.start(at_once=at_once, a=(p.remote("a", [2, 3]), [5, 6]), b=(p.remote("b", [9]), [9]))
+    d.start(a=(p.remote("a", [2, 3]), [5, 6]), b=(p.remote("b", [9]), [9]))
     assert report_of(d, "a", "b").verified_by_board == {"a", "b"}
     assert not asked
     assert counted(d, "load_seconds", 3).data["lease_checks"] == {"board": 3}

@@ -326,9 +326,9 @@ def test_a_load_that_failed_is_not_reported_while_the_device_may_write(p, d, dev
     else:
         drive = ReadPump._drive
 
-        def drives(pump, reads, **more):
-            drive(pump, reads, **more)
-            for read in reads:
+        def drives(pump, **more):
+            drive(pump, **more)
+            for read in pump._reads:
                 raise_once(read, len, "")
 
         monkeypatch.setattr(ReadPump, "_drive", drives)
@@ -352,7 +352,7 @@ def test_a_device_that_fails_fails_its_loads(p, d, device, monkeypatch):
 def test_which_steps_wait_for_loads(p, start, monkeypatch, engines, idle, expected):
     d = start(Engine, "d", data_parallel_size=engines)
     waits = []
-    monkeypatch.setattr(d.connector._worker._results, "wait", lambda _, *, for_pieces: waits.append(1))
+    monkeypatch.setattr(d.connector._worker._results, "wait", lambda *, for_pieces: waits.append(1))
     d.step(p.load("r"), idle=idle)
     d.step()
     assert len(waits) == expected

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -284,17 +283,6 @@ def test_a_part_that_is_lost_too_often_or_has_moved_fails_the_read(story: str, p
     world.has_failed()
     assert world.calls.count("post 1") == posts
     assert "copy" not in world.calls
-
-
-def test_a_signal_while_the_engine_starts_a_read_ends_the_engine() -> None:
-    world = World(raises=("plan", KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
-        world.run()
-    world = World(raises=("plan", KeyboardInterrupt()))
-    thread = threading.Thread(target=world.run)
-    thread.start()
-    thread.join()
-    world.has_failed()
 
 
 def test_a_read_that_is_dropped_as_the_pump_closes_does_nothing_more() -> None:

@@ -15,13 +15,12 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 pytest.importorskip("torch", reason="needs torch; make connector runs it")
 
 from kvhma.errors import PeerLostError
-from kvhma.nixl import Agent
 from kvhma.oracle import cases
 from kvhma.vllm.device.slots import SlotRanges
 from kvhma.vllm.failures import Failure
 from kvhma.vllm.metadata import StepMetadata, WorkerReport
-from kvhma.vllm.peers import board_reader, preconnect
 from kvhma.vllm.peers import lease_question as lease
+from kvhma.vllm.peers import preconnect
 from kvhma.vllm.peers.client import Client
 from kvhma.vllm.reads import lease_checks, read_parts, read_pump, read_steps, results
 from kvhma.vllm.reads.active_read import ReadState
@@ -46,7 +45,6 @@ from support.workers import (
     hold_reads,
     load,
     params,
-    threads_of,
 )
 
 
@@ -227,36 +225,29 @@ def test_an_idle_step_waits_for_all_loads(d, silent, waits):
     assert not waits
 
 
-def test_a_busy_step_waits_for_short_loads_that_it_has_started(p, d, met, waits, held_reads, monkeypatch):
-    monkeypatch.setattr(read_pump, "_SHORT_BLOCKS", 1)
+def test_a_busy_step_waits_for_no_load(p, d, met, waits, held_reads):
     waits.clear()
-    loads = p.loads(long=[2, 3], short=[4], another=[5, 6])
-    another = loads.pop("another")
-    d.start(at_once=True, **loads)
-    for why in ("nothing was read meanwhile", "one wait for each load, not one for each step"):
-        assert d.worker.collect(idle=False) == (set(), WorkerReport())
-        assert len(waits) == 1, why
-    d.start(at_once=True, another=another)
+    d.start(**p.loads(a=[2]))
     assert d.worker.collect(idle=False) == (set(), WorkerReport())
-    assert len(waits) == 1, "there is no short one"
+    assert not waits
     held_reads.set()
-    assert d.ended("long", "short", "another") == {}
+    assert d.ended("a") == {}
 
 
-PIECE, SHORT, LONG = (
+PIECE, WHOLE = (
     SimpleNamespace(request_id=name, piece=name == "piece", remote=SimpleNamespace(lease=30.0))
-    for name in ("piece", "short", "long")
+    for name in ("piece", "whole")
 )
 
 
 @pytest.mark.parametrize(
     ("expected", "ends", "wait"),
     [
-        ([SHORT, LONG], SHORT, {"loads": {"short"}}),
+        ([WHOLE], WHOLE, {}),
         ([PIECE], PIECE, {"for_pieces": True}),
-        ([PIECE, SHORT], SHORT, {"for_pieces": True}),
+        ([PIECE, WHOLE], WHOLE, {"for_pieces": True}),
     ],
-    ids=["its own load, not others", "a piece", "a load, while a piece is read"],
+    ids=["a load", "a piece", "a load, while a piece is read"],
 )
 def test_a_step_waits_for_one_end_and_for_nothing_after_it(monkeypatch, expected, ends, wait):
     for limit in ("_NEXT_READ_SECONDS", "_MAX_WAIT_SECONDS"):
@@ -269,137 +260,22 @@ def test_a_step_waits_for_one_end_and_for_nothing_after_it(monkeypatch, expected
         found.wait(**given)
         return time.monotonic() - began
 
-    assert waited(loads=set()) < 30
     end = (found.end_piece, (PIECE.request_id, None)) if ends is PIECE else (found.succeed_load, (ends.request_id, {}))
     threading.Timer(0.1, *end).start()
     assert 0.09 <= waited(**wait) < 30
     assert waited(**wait) < 30, "it is to be reported first"
     ended, report = found.take_results()
-    assert (ended, report.pieces) == ((set(), {"piece": 1}) if ends is PIECE else ({"short"}, {}))
+    assert (ended, report.pieces) == ((set(), {"piece": 1}) if ends is PIECE else ({"whole"}, {}))
     if ends is PIECE:
         assert waited(**wait) < 30, "nothing is left"
 
 
 def test_pieces_are_waited_for_after_an_idle_step_only(d, monkeypatch):
     asked = []
-    monkeypatch.setattr(d.worker._results, "wait", lambda _, *, for_pieces: asked.append(for_pieces))
+    monkeypatch.setattr(d.worker._results, "wait", lambda *, for_pieces: asked.append(for_pieces))
     for idle in (True, True, False, True, True):
         d.worker.collect(idle=idle)
     assert asked == [False, True, False, True]
-
-
-@pytest.mark.parametrize(
-    ("changes", "thread"),
-    [
-        ({}, "MainThread"),
-        ({"may_wait": False}, "kvhma-reads"),
-        ({"short": 1}, "kvhma-reads"),
-        ({"short": 1, "idle": PAGE}, "MainThread"),
-        ({"short": 1, "idle": 1}, "kvhma-reads"),
-        ({"no_room": True}, "kvhma-reads"),
-        ({"at_once": False}, "kvhma-reads"),
-        ({"reading": True}, "kvhma-reads"),
-    ],
-    ids=str,
-)
-def test_who_reads_a_load(p, decode, monkeypatch, changes, thread):
-    """A computing step waits for short loads only, for a bounded time, and not at all if other engines may wait for it.
-
-    An idle step waits for longer loads too, but not while other reads are in flight: NIXL copies for all reads in
-    flight when any of them is polled.
-    """
-    monkeypatch.setattr(read_pump, "_SHORT_BYTES", changes.get("short", PAGE))
-    monkeypatch.setattr(read_pump, "_IDLE_BYTES", changes.get("idle", PAGE))
-    # On a busy machine P answers later than a step waits.
-    monkeypatch.setattr(read_pump, "_STAY_SECONDS", 20.0)
-    monkeypatch.setattr(board_reader, "_LATE_SECONDS", 20.0)
-    d = decode(may_wait=changes.get("may_wait", True))
-    d.reads(p, met=[1])
-    steps = d.worker._pump._steps
-    take = steps._memory.take_places
-    read, planned = threads_of(monkeypatch, d.worker._agent, "read"), threads_of(monkeypatch, steps, "_planned")
-    if changes.get("reading"):
-        monkeypatch.setattr(Agent, "is_reading", True)
-    full = [None] if changes.get("no_room") else []
-    monkeypatch.setattr(steps._memory, "take_places", lambda spans: full.pop() if full else take(spans))
-    d.start(at_once=changes.get("at_once", True), idle="idle" in changes, **p.loads(a=[2]))
-    if thread == "MainThread":
-        assert d.worker._results.take_results()[0] == {"a"}, "it had ended when it was ordered"
-    else:
-        assert d.ended("a") == {}
-    assert read == [thread]
-    if "short" in changes and thread != "MainThread":
-        assert planned == ["kvhma-reads"], "what is not short costs the engine nothing"
-    assert np.array_equal(d.pages([2]), p.pages([2]))
-
-
-def test_what_a_load_took_is_counted_beside_the_engine_though_no_other_step_comes(p, monkeypatch):
-    d = Decode()
-    threads = threads_of(monkeypatch, d.worker._pump._metrics, "measure")
-    d.reads(p, met=[1])
-    d.reads(p, a=[2], at_once=True)
-    d.close()
-    assert threads == ["kvhma-reads", "kvhma-reads"]
-    assert len(d.worker._results.stats.take().data["load_seconds"]) == 2
-
-
-def test_short_loads_of_a_step_are_asked_for_together(p, d, met, monkeypatch):
-    """The pump reads the long one between them."""
-    monkeypatch.setattr(read_pump, "_SHORT_BLOCKS", 2)
-    asked, ask = {}, lease_checks._ask
-
-    def asks(engine, reads, timeout):
-        asked[threading.current_thread().name] = [read.command.request_id for read in reads]
-        ask(engine, reads, timeout)
-
-    monkeypatch.setattr(lease_checks, "_ask", asks)
-    d.reads(p, a=[2], long=[3, 4, 5], b=[6], at_once=True)
-    assert asked.pop("MainThread") == ["a", "b"]
-    assert list(asked.values()) == [["long"]]
-
-
-def test_a_load_that_waits_for_a_handshake_has_one_owner(p, d, monkeypatch):
-    acquire, plan = d.worker._engines.acquire_engine, d.worker._pump._steps._planned
-    planned = threading.Event()
-
-    def is_main() -> bool:
-        return threading.current_thread() is threading.main_thread()
-
-    def slow(*given):
-        found = acquire(*given)
-        if found is None and is_main():
-            planned.wait(5)
-        return found
-
-    def plans(read):
-        if not is_main():
-            planned.set()
-            time.sleep(0.5)
-        return plan(read)
-
-    monkeypatch.setattr(d.worker._engines, "acquire_engine", slow)
-    monkeypatch.setattr(d.worker._pump._steps, "_planned", plans)
-    d.reads(p, x=[1], at_once=True)
-    until(lambda: not d.worker._pump._reads)
-    assert [engine.active_loads for engine in d.worker._engines._engines.values()] == [0]
-
-
-def test_an_idle_engine_does_not_wait_for_what_lasts(p, d, held_reads):
-    """A handshake, a read that is in flight, a missing answer."""
-    d.start(at_once=True, **p.loads(first=[1]))
-    held_reads.set()
-    assert d.ended("first") == {}
-    held_reads.clear()
-    d.start(at_once=True, **p.loads(read=[1]))
-    assert d.worker._results.unreported() == 1
-    held_reads.set()
-    assert d.ended("read") == {}
-    late = p.loads(late=[2])
-    with p.leases._lock:  # so P cannot answer
-        d.start(at_once=True, **late)
-        assert d.worker._results.unreported() == 1
-        assert d.worker.collect(idle=False)[0] == set()
-    assert d.ended("late") == {}
 
 
 # --- what is asked after the read ----------------------------------------------------------------------------
@@ -500,34 +376,19 @@ IN_A_LOAD = {
 """The calls of a load."""
 
 
-@pytest.mark.parametrize("at_once", [False, True], ids=["pump", "engine"])
 @pytest.mark.parametrize(
     ("what", "kind"),
     [*((what, Panic) for what in IN_A_LOAD), ("post", PanicText), ("post", SystemExit), ("post", RuntimeError)],
 )
-def test_whatever_is_raised_in_a_load_ends_that_load(p, d, met, held_reads, monkeypatch, what, kind, at_once):
+def test_whatever_is_raised_in_a_load_ends_that_load(p, d, met, held_reads, monkeypatch, what, kind):
     """A panic of Rust is no `Exception`. Calls of the loader are covered too."""
     held_reads.set()
     calls = raises_once(monkeypatch, *IN_A_LOAD[what](d.worker), kind())
-    if at_once and kind is SystemExit:
-        with pytest.raises(SystemExit):
-            d.start(at_once=True, **p.loads(hit=[2]))
-        return
-    d.start(at_once=at_once, **p.loads(hit=[2]))
+    d.start(**p.loads(hit=[2]))
     assert d.ended("hit") == {"hit": "internal"}
     assert calls
     d.reads(p, after=[3], too=[4])
     assert "thread_restarts" not in counted(d, "load_seconds", 3).data, "the threads were not even touched"
-
-
-def test_an_error_between_loads_of_a_step_fails_only_those_that_have_not_ended(p, d, met, monkeypatch):
-    monkeypatch.setattr(read_pump, "_STAY_SECONDS", 20.0)  # it waits on a busy machine, too
-    calls = raises_once(monkeypatch, read_pump, "_wait_for_answers", Panic())
-    outside, waits = p.remote("outside", [PAGES]), p.remote("waits", [3])
-    with p.leases._lock:  # so P cannot answer
-        d.start(at_once=True, outside=(outside, [2]), waits=(waits, [3]))
-    assert d.ended("outside", "waits") == {"outside": "request", "waits": "internal"}
-    assert calls
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -602,7 +463,6 @@ def test_places_go_to_the_read_that_has_waited_longest(p, decode, held_reads, mo
             d.worker.start_loads(StepMetadata([load(name, *loads[name])]))
 
     monkeypatch.setattr(d.worker._results, "succeed_load", succeeds)
-    monkeypatch.setattr(read_pump, "_AT_ONCE_SECONDS", 0.0)
     for name, state in (("first", ReadState.READING), ("waits", ReadState.PLACING)):
         d.start(**{name: loads[name]})
         waits_in(d, state)

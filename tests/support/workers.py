@@ -20,7 +20,6 @@ from kvhma.vllm.holds.lease_table import LeaseTable
 from kvhma.vllm.metadata import ReadCommand, StepMetadata
 from kvhma.vllm.peers.server import Listener, LocalEngine
 from kvhma.vllm.peers.worker_context import WorkerContext
-from kvhma.vllm.reads import read_pump
 from kvhma.vllm.telemetry.stats import TransferStats
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, random_id
 from kvhma.vllm.wire.proofs import new_agent_key
@@ -132,11 +131,9 @@ class Decode:
         self.worker = KvhmaWorker(context, blocks)
         self.worker.be_ready()
 
-    def start(self, *, at_once: bool = False, idle: bool = False, **loads: tuple[PrefillParams, list[int]]) -> None:
-        """Start loads; with `at_once` the calling thread reads short ones, else the pump does."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(read_pump, "_AT_ONCE_SECONDS", 20.0 if at_once else 0.0)
-            self.worker.start_loads(StepMetadata([load(name, *of) for name, of in loads.items()], idle=idle))
+    def start(self, **loads: tuple[PrefillParams, list[int]]) -> None:
+        """Start loads."""
+        self.worker.start_loads(StepMetadata([load(name, *of) for name, of in loads.items()]))
 
     def ended(self, *names: str) -> dict[str, str]:
         """Wait until loads have ended, each once; return the causes of the failures."""
@@ -152,9 +149,9 @@ class Decode:
         assert sorted(received) == sorted(names)
         return causes
 
-    def reads(self, p: Prefill, *, at_once: bool = False, **blocks: list[int]) -> None:
+    def reads(self, p: Prefill, **blocks: list[int]) -> None:
         """Read P's blocks of requests into blocks of the same numbers, and check the bytes."""
-        self.start(at_once=at_once, **p.loads(**blocks))
+        self.start(**p.loads(**blocks))
         self.has_read(p, **blocks)
 
     def has_read(self, p: Prefill, **blocks: list[int]) -> None:

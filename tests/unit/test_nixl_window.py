@@ -237,7 +237,7 @@ def test_a_lost_peer_posts_no_more_and_what_is_in_flight_ends_first():
         assert transfer.finished
     assert len(world.nixl.order) == posted, "nothing more of a lost peer is asked for"
     assert world.nixl.in_flight["P"] == 0
-    assert not world.agent.is_reading
+    assert world.agent.in_flight() == 0
     with pytest.raises(PeerLostError):
         world.read(rows, rows)
     # P comes back: what was lost is read again, within the bound.
@@ -292,7 +292,7 @@ def test_refusals_start_nothing():
     ):
         with pytest.raises(RequestError):
             world.read(local, remote)
-    assert (world.nixl.order, world.agent.is_reading) == ([], False)
+    assert (world.nixl.order, world.agent.in_flight()) == ([], 0)
     assert world.read([(0, PIECE)], [(0, PIECE)]).wait(10), "no refused read waits before it"
 
 

@@ -508,11 +508,6 @@ class Agent:
 
     # --- state ---------------------------------------------------------------------------------------------
 
-    @property
-    def is_reading(self) -> bool:
-        """Whether a transfer is not known to have ended. This does not poll."""
-        return self._in_flight.is_running
-
     def in_flight(self) -> int:
         """Return how many transfers have not ended; they may still write to their memory."""
         return sum(not transfer.drive() for transfer in self._in_flight.running())

@@ -322,11 +322,6 @@ class InFlight:
         with contextlib.suppress(Exception):  # NIXL lists what it cannot release yet
             handle.release()
 
-    @property
-    def is_running(self) -> bool:
-        """Whether any transfer has not ended."""
-        return bool(self._running)
-
     def running(self, peer: Peer | None = None) -> list[TransferHandle]:
         """Return the transfers of one peer, or all, that have not ended."""
         with self._session.lock:

@@ -7,7 +7,6 @@ of vLLM in which one of them does not work is refused when the engine starts, or
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -187,15 +186,9 @@ def shorten_prompt(request: Request, num_tokens: int) -> None:
 
     The block hashes of the whole prompt stay: vLLM uses them only for computed tokens.
     """
-    # Samples of a prompt share its lists if engine and front end are one process. A list without other users is cut in
-    # place: to copy a long one takes a third of a millisecond.
-    nobodys: list[int] = []
-    only_its_own = sys.getrefcount(nobodys) + 1
+    # Copies: samples of a prompt share its lists if engine and front end are one process.
     for name in _PROMPT_FIELDS:
-        tokens = getattr(request, name, None)
-        if isinstance(tokens, list) and sys.getrefcount(tokens) == only_its_own:
-            del tokens[num_tokens:]
-        elif tokens is not None:
+        if (tokens := getattr(request, name, None)) is not None:
             setattr(request, name, tokens[:num_tokens])
     # In place: the request's public view shows this list.
     del request._all_token_ids[num_tokens:]

@@ -6,8 +6,7 @@
     collect <------ LoadResults <------'
 
 The engine's thread orders and collects. The pump does handshakes, plans, posts, waits for the transfers, and for P's
-confirmation that it held the blocks, as `ReadSteps` says. On CPUs the engine's thread does all this for short reads:
-otherwise it would only wait for the pump, and share its cores with it.
+confirmation that it held the blocks, as `ReadSteps` says.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ class KvhmaWorker:
         self._notifications = NotificationDrain(agent, context.device, stats)
         self._idle_engines = IdleEngineWatch(context, self._engines, stats)
         self._stall_watch = StallWatch(stats)
-        self._short_loads: set[str] = set()
         self._was_idle = False
         self._mark: torch.Event | None = None
 
@@ -78,7 +76,7 @@ class KvhmaWorker:
         self._mark = self._device.mark() if metadata.loads else None
 
     def start_loads(self, metadata: StepMetadata) -> None:
-        """Queue the loads of a step. On CPUs it reads short loads at once, since :meth:`collect` waits for them."""
+        """Queue the loads of a step."""
         for room in self._rooms:
             room.on_step(metadata)
         self._prefill_sums.start(metadata.digests)
@@ -92,26 +90,21 @@ class KvhmaWorker:
             self._results.fail_load(request_id, failure)
         if metadata.loads:
             after, self._mark = self._mark or self._device.mark(), None
-            at_once = self._may_wait and self._device.is_host
-            self._short_loads = self._pump.start_reads(metadata.loads, after, at_once=at_once, idle=metadata.idle)
+            self._pump.start_reads(metadata.loads, after)
 
     def collect(self, *, idle: bool) -> tuple[set[str], WorkerReport]:
         """Return the requests whose loads have ended, each once, and the report for the scheduler.
 
-        Some steps wait a little for loads:
+        An `idle` step, which computes nothing, waits a little for loads. Otherwise the engine would only ask again.
 
-        * An `idle` step, which computes nothing, waits for all loads. Otherwise the engine would only ask again.
-        * On CPUs a step waits for the short loads that it has started itself, because they end just after it. Loads of
-          the pump take longer. On a device, waiting would delay sampling.
         * With data parallelism no step waits, because engines that are not idle would wait for this engine.
         * With pipeline stages no step waits, because the next batch is on its way.
         * A step waits for pieces only if the step before was idle too. With asynchronous scheduling the results of a
           busy step may come after this step, and a piece alone lets no request continue.
         """
-        short_loads, self._short_loads = self._short_loads, set()
         was_idle, self._was_idle = self._was_idle, idle
-        if self._may_wait and (idle or short_loads):
-            self._results.wait(None if idle else short_loads, for_pieces=idle and was_idle)
+        if self._may_wait and idle:
+            self._results.wait(for_pieces=was_idle)
         ended, report = self._results.take_results()
         for room in self._rooms:
             room.add_to_report(report)
@@ -119,7 +112,6 @@ class KvhmaWorker:
 
     def take_stats(self) -> TransferStats | None:
         """Return what was counted since the last call; None if nothing was. Loads of this step are counted later."""
-        self._pump.measure()
         return self._results.stats.take()
 
     def close(self, *, idle: bool = False) -> None:

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 class LoadState(enum.Enum):
     """What a load waits for."""
 
-    __hash__ = object.__hash__  # `TABLE` is asked at each move: Enum's own would hash the name, in Python
-
     NEW = "its parameters or its ticket are read"
     COMPARING = "a thread makes the digest of its prompt's tokens"
     ASKING = "P confirms that it holds the blocks"
@@ -66,8 +64,6 @@ class LoadState(enum.Enum):
 
 class LoadEvent(enum.Enum):
     """What happens to a load."""
-
-    __hash__ = object.__hash__  # `TABLE` is asked at each move: Enum's own would hash the name, in Python
 
     PARAMS = "the request has parameters of what P holds"
     TICKET = "the request has a ticket"

@@ -145,14 +145,6 @@ class PrefillEngines:
         self._begin_handshake(remote)
         return None
 
-    def acquire_known_engine(self, remote: Incarnation) -> PrefillEngine | None:
-        """As :meth:`acquire_engine`, but without a handshake: return None if the engine is unknown."""
-        with self._lock:
-            engine = self._find(remote)
-            if engine is not None:
-                self._note_acquired(engine)
-            return engine
-
     def _note_acquired(self, engine: PrefillEngine) -> None:
         """Note a load from an engine; the caller holds the lock."""
         self._engines.move_to_end(engine.address)

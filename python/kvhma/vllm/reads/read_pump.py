@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pump drives reads from their order to their report, in one thread. The engine's thread drives short reads."""
+"""The pump drives reads from their order to their report, in one thread."""
 
 from __future__ import annotations
 
@@ -37,19 +37,6 @@ _POLL_SECONDS = 5e-4
 _ANSWER_MILLISECONDS = 1
 """Pauses between two polls: of transfers, places and the device, and with only answers of prefill engines missing."""
 
-_STAY_SECONDS = 2e-3
-"""How long the engine's thread waits for answers. Most answers come before another thread would wake up."""
-
-_SHORT_BLOCKS = 1024
-_SHORT_BYTES = 4 << 20
-"""Limits of a read that the engine's thread plans and posts. A transport may copy the bytes within the post: 1 ms."""
-
-_IDLE_BYTES = 32 << 20
-"""The limit in a step that computes nothing: only new requests wait, and no longer than for a read."""
-
-_AT_ONCE_SECONDS = 2e-2
-"""How long the engine's thread may start reads of one step."""
-
 _STARTING = (ReadState.QUEUED, ReadState.PLACING, ReadState.ZEROING, ReadState.POSTING)
 _NOT_POSTED = (ReadState.QUEUED, ReadState.CONNECTING, ReadState.PLACING, ReadState.ZEROING)
 _FOR_ANSWERS = (ReadState.CHECKING, ReadState.ASKED, ReadState.SUMMING)
@@ -71,13 +58,10 @@ class ReadPump:
         summing: Summing,
     ) -> None:
         """Start the thread."""
-        self._agent = context.agent
         self._timeout = context.settings.handshake_timeout
         self._engines = engines
         self._steps = ReadSteps(context, memory, engines, results, summing)
         self._metrics = ReadMetrics(context, results.stats)
-        self._to_measure: list[ActiveRead] = []
-        """Reads that the engine's thread has reported in this step."""
         self._arrived: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """What other threads have the pump's thread do."""
         self._waker = Waker()
@@ -89,113 +73,28 @@ class ReadPump:
 
     # --- the engine's thread -------------------------------------------------------------------------------
 
-    def start_reads(
-        self,
-        commands: Sequence[ReadCommand],
-        after: torch.Event | None = None,
-        *,
-        at_once: bool = False,
-        idle: bool = False,
-    ) -> set[str]:
-        """Drive short reads here, give the others to the pump; return the requests whose short reads have not ended.
+    def start_reads(self, commands: Sequence[ReadCommand], after: torch.Event | None = None) -> None:
+        """Drive reads from now on.
 
         Args:
             commands: of the scheduler.
             after: device work that has to end before the blocks are written to.
-            at_once: whether the calling thread starts short reads itself, for 20 ms at most. They end earlier than in
-                the pump's thread: no thread has to wake up, and none shares the core.
-            idle: whether the calling thread computes nothing in this step. Then longer reads count as short.
         """
         now = time.monotonic()
-        limit = _IDLE_BYTES if idle else _SHORT_BYTES
-        # Polling a transfer may copy for all transfers in flight, so only short ones may be in flight.
-        at_once = at_once and not self._agent.is_reading
-        started: list[ActiveRead] = []
-        others: list[ActiveRead] = []
-        for command in commands:
-            read = ActiveRead(command, now, after)
-            may_start = at_once and self._is_short(command, limit) and time.monotonic() - now < _AT_ONCE_SECONDS
-            (started if may_start and self._start_at_once(read) else others).append(read)
-        if started:
-            with errors_fail(*started):
-                self._stay_with(started)
-        not_ended = [read for read in started if read.state is not ReadState.REPORTED]
-        self._to_measure += [read for read in started if read.state is ReadState.REPORTED]
-        self._add(not_ended + others)
-        return {
-            read.command.request_id
-            for read in not_ended
-            if not read.command.piece and read.state is not ReadState.QUEUED
-        }
-
-    def measure(self) -> None:
-        """Have the pump measure what the calling thread has reported, while the engine continues."""
-        reported, self._to_measure = self._to_measure, []
-        self._add(reported)
+        self._put(partial(self._reads.extend, [ActiveRead(command, now, after) for command in commands]))
 
     def close(self) -> None:
         """Start no more reads, and let the thread end once all others are reported."""
-        self.measure()
         self._put(self._close)
 
     def join(self, timeout: float) -> None:
         """Wait until the thread ends."""
         self._thread.join(timeout)
 
-    def _is_short(self, command: ReadCommand, limit: int) -> bool:
-        """Return whether a read fills few blocks, of at most `limit` bytes. This does not need its plan."""
-        blocks = nbytes = 0
-        for span, block_bytes in zip(command.spans, self._metrics.block_bytes, strict=True):
-            blocks += len(span.ids)
-            nbytes += len(span.ids) * block_bytes
-        return blocks <= _SHORT_BLOCKS and nbytes <= limit
-
-    def _start_at_once(self, read: ActiveRead) -> bool:
-        """Start a read of a known engine; return whether the calling thread continues with it."""
-        with errors_fail(read):
-            # Not acquire_engine: the pump would continue after the handshake, so two threads would own the read.
-            read.engine = self._engines.acquire_known_engine(read.command.remote.incarnation)
-            if read.engine is not None:
-                self._steps.advance(read)
-        return read.state not in _NOT_POSTED
-
-    def _stay_with(self, reads: Sequence[ActiveRead]) -> None:
-        """Drive reads, and wait a little if only answers are missing."""
-        deadline = time.monotonic() + _STAY_SECONDS
-        self._drive(reads)
-        while time.monotonic() < deadline:
-            waiting = [read for read in reads if read.state is not ReadState.REPORTED]
-            if not waiting or any(read.state not in _FOR_ANSWERS for read in waiting):
-                return
-            _wait_for_answers(waiting)
-            self._drive(waiting)
-
-    # --- both threads --------------------------------------------------------------------------------------
-
-    def _add(self, reads: Sequence[ActiveRead]) -> None:
-        """Give reads to the pump's thread. The caller must not touch them any more."""
-        if reads:
-            self._put(partial(self._reads.extend, reads))
-
     def _put(self, work: Callable[[], None]) -> None:
         """Have the pump's thread do some work."""
         self._arrived.put(work)
         self._waker.wake()
-
-    def _drive(self, reads: Sequence[ActiveRead], *, more_to_come: bool = False) -> None:
-        """Take each read as far as it comes without waiting.
-
-        Args:
-            reads: owned by the calling thread.
-            more_to_come: whether the thread will have more reads in a moment, so that one question can cover them too.
-        """
-        for read in reads:
-            self._steps.advance(read)
-        checking = [read for read in reads if read.state is ReadState.CHECKING]
-        if checking:
-            check_leases(checking, self._timeout, more_to_come=more_to_come)
-            for read in checking:
-                self._steps.advance(read)
 
     # --- the pump's thread ---------------------------------------------------------------------------------
 
@@ -238,7 +137,21 @@ class ReadPump:
                 self._steps.advance(read)
                 if started >= _MIN_STARTS and time.monotonic() - began > _START_SECONDS:
                     break
-            self._drive(self._reads, more_to_come=started < len(queued))
+            self._drive(more_to_come=started < len(queued))
+
+    def _drive(self, *, more_to_come: bool) -> None:
+        """Take each read as far as it comes without waiting.
+
+        Args:
+            more_to_come: whether more reads will start in a moment, so that one question can cover them too.
+        """
+        for read in self._reads:
+            self._steps.advance(read)
+        checking = [read for read in self._reads if read.state is ReadState.CHECKING]
+        if checking:
+            check_leases(checking, self._timeout, more_to_come=more_to_come)
+            for read in checking:
+                self._steps.advance(read)
 
     def _connect(self, read: ActiveRead) -> None:
         """Acquire the engine of a read, or begin a handshake with it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -39,7 +38,7 @@ _PERMUTE_BYTES = 1 << 20
 
 
 class ReadSteps:
-    """Takes reads from their order to their report. Safe to use from several threads, each with its own reads."""
+    """Takes reads from their order to their report."""
 
     def __init__(
         self,
@@ -230,10 +229,7 @@ class ReadSteps:
 
 @contextlib.contextmanager
 def errors_fail(*reads: ActiveRead) -> Iterator[None]:
-    """Any error raised within, a panic of Rust included, fails those of the reads that are not reported yet.
-
-    But a signal in the engine's thread, while it starts a read, ends the engine.
-    """
+    """Any error raised within, a panic of Rust included, fails those of the reads that are not reported yet."""
     try:
         yield
     except GeneratorExit:  # the read is dropped as the pump closes
@@ -242,8 +238,6 @@ def errors_fail(*reads: ActiveRead) -> Iterator[None]:
         for read in reads:
             if read.state is not ReadState.REPORTED:
                 read.fail(error)
-        if isinstance(error, SystemExit | KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-            raise
 
 
 @contextlib.contextmanager

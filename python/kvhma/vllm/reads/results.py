@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvhma.digests import ContentDigest
@@ -165,16 +165,15 @@ class LoadResults:
         self._has_ended.notify()
         return True
 
-    def wait(self, loads: Set[str] | None = None, *, for_pieces: bool = False) -> None:
-        """Wait until some loads are reported; stop if no load was read for 2 ms, and after 10 ms.
+    def wait(self, *, for_pieces: bool = False) -> None:
+        """Wait until all loads are reported; stop if no load was read for 2 ms, and after 10 ms.
 
-        With `loads` None it waits for all loads. With `for_pieces` and nothing to report, it also waits for a piece.
+        With `for_pieces` and nothing to report, it also waits for a piece.
         """
 
         def is_over() -> bool:
             # Loads that wait for a verdict need another step.
-            awaited = self._unreported.keys() if loads is None else self._unreported.keys() & loads
-            if awaited - self._unjudged.keys():
+            if self._unreported.keys() - self._unjudged.keys():
                 return False
             return not (for_pieces and self._pieces) or bool(self._ended or self._report.pieces)
 
