@@ -86,6 +86,7 @@ conformance: dev ## write conformance/cases.jsonl.gz anew: what each case has to
 bench: dev ## pytest-benchmark, and ratios to numpy and of real NIXL in benches/RESULTS.md
 	$(BIN)/python -m pytest -q benches --benchmark-enable --benchmark-columns=min,median,rounds
 	$(BIN)/python benches/ratios.py > benches/RESULTS.md
+	$(BIN)/python tools/bench_stale.py --record RESULTS.md
 	cat benches/RESULTS.md
 
 # Debian's package; CI goes on without it.
@@ -108,6 +109,7 @@ bench-instructions: build valgrind ## instructions of the core beside those reco
 bench-shapes: build ## ns and bytes of an id over blocks, groups, layers, ranks, requests and cuts, in benches/RESULTS_SHAPES.md
 	MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=4000000000 PYTHONPATH=python \
 		$(BIN)/python benches/shapes.py --picture docs/assets/shapes.svg > benches/RESULTS_SHAPES.md
+	$(BIN)/python tools/bench_stale.py --record RESULTS_SHAPES.md
 	cat benches/RESULTS_SHAPES.md
 
 .PHONY: wheel
@@ -272,21 +274,25 @@ faults: dev $(E2E)/.ready ## engines whose network loses, delays, reorders and c
 .PHONY: bench-e2e
 bench-e2e: dev $(E2E)/.ready ## beside vLLM's own connector and none, in real engines, in benches/RESULTS_E2E.md
 	PYTHONPATH=tests KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python benches/connectors.py $(ARGS) > benches/RESULTS_E2E.md
+	$(BIN)/python tools/bench_stale.py --record RESULTS_E2E.md
 	cat benches/RESULTS_E2E.md
 
 .PHONY: bench-following
 bench-following: dev $(E2E)/.ready ## D reads while P computes, over a cable of limited rate, in benches/RESULTS_FOLLOWING.md
 	PYTHONPATH=tests KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python benches/following.py --pictures docs/assets $(ARGS) > benches/RESULTS_FOLLOWING.md
+	$(BIN)/python tools/bench_stale.py --record RESULTS_FOLLOWING.md
 	cat benches/RESULTS_FOLLOWING.md
 
 .PHONY: bench-serve
 bench-serve: dev $(E2E)/.ready ## vllm bench serve, beside vLLM's own connector and one engine, in benches/RESULTS_SERVE.md (hours; ARGS="--models gemma3 --cells 0:10 --starts 1")
 	PYTHONPATH=tests KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python benches/serve.py --picture docs/assets/serve.svg $(ARGS) > benches/RESULTS_SERVE.md
+	$(BIN)/python tools/bench_stale.py --record RESULTS_SERVE.md
 	cat benches/RESULTS_SERVE.md
 
 .PHONY: bench-digests
 bench-digests: build $(E2E)/.ready ## digests of what blocks hold, beside a copy, in benches/RESULTS_DIGESTS.md
 	PYTHONPATH=python $(E2E)/bin/python benches/digests.py > benches/RESULTS_DIGESTS.md
+	$(BIN)/python tools/bench_stale.py --record RESULTS_DIGESTS.md
 	cat benches/RESULTS_DIGESTS.md
 
 # With torch and NIXL in any Python: make gpu GPU_PYTHON=python3. Without a device it says so and is done.
@@ -294,16 +300,23 @@ GPU_PYTHON = $(E2E)/bin/python
 .PHONY: gpu
 gpu: $(if $(filter $(E2E)/bin/python,$(GPU_PYTHON)),build $(E2E)/.ready) ## what only a device can show, twelve steps, in benches/RESULTS_GPU.md
 	PYTHONPATH=python:tests $(GPU_PYTHON) -m gpu --output benches $(ARGS)
+	-$(GPU_PYTHON) tools/bench_stale.py --record RESULTS_GPU.md
 
 .PHONY: bench-listener
 bench-listener: build $(E2E)/.ready ## many decode engines against one listener, in benches/RESULTS_LISTENER.md
 	PYTHONPATH=python $(E2E)/bin/python benches/listener.py > benches/RESULTS_LISTENER.md
+	$(BIN)/python tools/bench_stale.py --record RESULTS_LISTENER.md
 	cat benches/RESULTS_LISTENER.md
 
 .PHONY: bench-scheduler
 bench-scheduler: build $(E2E)/.ready ## what connectors cost the scheduler's thread for a request, in benches/RESULTS_SCHEDULER.md
 	PYTHONPATH=python:tests $(E2E)/bin/python benches/scheduler_time.py $(ARGS) > benches/RESULTS_SCHEDULER.md
+	$(BIN)/python tools/bench_stale.py --record RESULTS_SCHEDULER.md
 	cat benches/RESULTS_SCHEDULER.md
+
+.PHONY: bench-stale
+bench-stale: dev ## which results of benchmarks are older than what they measure (ARGS=--fail: as a release does)
+	$(BIN)/python tools/bench_stale.py $(ARGS)
 
 .PHONY: counts
 counts: build ## descriptors and bytes of every model, in benches/COUNTS.md

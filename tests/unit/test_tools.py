@@ -8,7 +8,9 @@ import csv
 import hashlib
 import io
 import re
+import subprocess
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ PYTHON = {
 RUST = {"rust/core/src": "lib\nrequest\ngeometry\nerror"}
 
 
+bench_stale = program("tools/bench_stale.py")
 budget = program("tools/budget.py")
 layers = program("tools/layers.py")
 words = program("tools/words.py")
@@ -208,6 +211,27 @@ def test_a_room_with_more_lines_than_recorded_fails(tmp_path, capsys, monkeypatc
     budget.RECORD.write_text(budget.RECORD.read_text().replace('"tools": ', '"tools": 1, "was": '))
     assert budget.main([]) == 1
     assert "tools: " in capsys.readouterr().out
+
+
+def test_a_result_is_stale_once_what_it_measures_has_changed(tmp_path, capsys, monkeypatch):
+    run = partial(subprocess.run, cwd=tmp_path, check=True, capture_output=True)
+    for name in ("benches/RESULT.md", "source.py", "beside.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("1\n")
+    run(["git", "init", "-q"])
+    run(["git", "add", "."])
+    run(["git", "-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "m"])
+    monkeypatch.setattr(bench_stale, "ROOT", tmp_path)
+    monkeypatch.setattr(bench_stale, "MEASURED", {"RESULT.md": ("source.py",)})
+    assert [bench_stale.main([]), bench_stale.main(["--fail"])] == [0, 1], "it has no digest yet"
+    for text in ("2\n", "3\n"):
+        (tmp_path / "source.py").write_text(text)
+        assert bench_stale.main(["--fail"]) == 1
+        bench_stale.main(["--record", "RESULT.md"])
+        (tmp_path / "beside.py").write_text(text)
+        capsys.readouterr()
+        assert (bench_stale.main(["--fail"]), capsys.readouterr().out) == (0, "")
+    assert (tmp_path / "benches/RESULT.md").read_text().count("measured at") == 1
 
 
 # --- a wheel for CPUs -------------------------------------------------------------------------------------------------
