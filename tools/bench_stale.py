@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Print which results of benchmarks were measured with other sources than today's.
 
-python tools/bench_stale.py                    # exit code 0, whatever it prints
-python tools/bench_stale.py --fail             # exit code 1 if a result is stale: what a release runs
-python tools/bench_stale.py --record NAME      # store in a result the commit and a digest of what it measures
+python tools/bench_stale.py                    # exit code 0
+
+python tools/bench_stale.py --fail             # exit code 1 if a result is stale: a release runs this
+
+python tools/bench_stale.py --record NAME      # store the commit and the digest in a result
 """
 
 from __future__ import annotations
