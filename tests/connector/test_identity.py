@@ -59,6 +59,25 @@ def test_what_changes_the_values_in_a_cache_changes_the_identity(tmp_path, chang
     assert differing(identity(where), identity(where, **changes)) == fields
 
 
+VARIABLES = {
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG": '{"dtype": "float8e4m3"}',
+    "VLLM_MARLIN_INPUT_DTYPE": "fp8",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "INT4",
+}
+
+
+@pytest.mark.parametrize(("name", "value"), VARIABLES.items(), ids=VARIABLES)
+def test_variables_of_vllm_that_change_the_values_in_a_cache(tmp_path, monkeypatch, name, value):
+    where = model_folder(tmp_path / "m")
+    plain = identity(where)
+    monkeypatch.setenv(name, value)
+    changed = identity(where)
+    with pytest.raises(UnsupportedPairError, match=rf"^overrides .* is '{{}}' here, '{{\"{name}\": .*' at the prefill"):
+        check_same_model(plain, changed)
+    check_same_model(changed, identity(where))
+
+
 def test_fields_of_the_models_own_file(tmp_path):
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 2048}
     plain = identity(model_folder(tmp_path / "m"))

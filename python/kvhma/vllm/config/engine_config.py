@@ -66,6 +66,26 @@ _NOT_COMPARED = frozenset(
 _COMMON = transformers.PretrainedConfig().to_dict().keys() - {"architectures"}
 """Fields that transformers adds to the configuration of every model. Of them only the architecture is the model's."""
 
+_VARIABLES: dict[str, Any] = {
+    "VLLM_B12X_MOE_FP4_FORCE_A16": None,
+    "VLLM_CPU_INT4_W4A8": True,
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH": None,
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE": None,
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG": None,
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG": None,
+    "VLLM_MARLIN_INPUT_DTYPE": None,
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": None,
+    "VLLM_ROCM_FP8_MFMA_PAGE_ATTN": None,
+    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT": None,
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "NONE",
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4": None,
+    "VLLM_XPU_INC_WNA16_BACKEND": "auto",
+}
+"""Variables that quantize what the model does not, or choose experts at random, with their values without effect.
+
+Others choose kernels, which compute the same up to rounding.
+"""
+
 _MAX_TEXT = 1000
 
 
@@ -427,7 +447,9 @@ def _overrides(config: VllmConfig) -> dict[str, Any]:
         "model_class_overrides": model.model_class_overrides,
         "swa_bounded_replay": "off" if not config.cache_config.swa_bounded_replay else None,
     }
-    return {name: value for name, value in found.items() if value}
+    variables = {name: getattr(vllm.envs, name, default) for name, default in _VARIABLES.items()}
+    changed = {name: value for name, value in variables.items() if (value or None) != _VARIABLES[name]}
+    return {name: value for name, value in found.items() if value} | changed
 
 
 def _fields(settings: Mapping[str, Any], left_out: Collection[str], path: str = "") -> Iterator[tuple[str, str]]:
