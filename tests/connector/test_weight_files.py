@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.utils import get_model_cls
 
 from kvhma.errors import HandshakeError, UnsupportedPairError
 from kvhma.vllm.config.engine_config import identity_of
@@ -23,6 +24,7 @@ from kvhma.vllm.config.identity import check_same_model, decode_extra, encode_ex
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.config.weight_digests import LEVELS, digest_files
 from kvhma.vllm.config.weight_files import find_weight_files
+from support.built import Runner
 from support.identity import IDENTITY, model_folder
 
 
@@ -104,6 +106,30 @@ def test_a_link_that_moves(tmp_path):
     mine = {"model_id": "mine"}
     with pytest.raises(UnsupportedPairError, match=r"one of 64 samples of equal tensors differs"):
         check_same_model(identity(new, settings=mine), identity(old, settings=mine))
+
+
+def test_a_link_to_weights_that_the_model_itself_names(tmp_path):
+    """Ultravox has its language model elsewhere: the files at its own path hold what is between its towers."""
+    where = folder(tmp_path / "m", model={"projector": torch.ones(4)})
+    for seed, name in enumerate(["v1", "v2"]):
+        (tmp_path / name / "tower").mkdir(parents=True)
+        save_file(tensors(seed), tmp_path / name / "tower" / "model.safetensors")
+    current = tmp_path / "current"
+
+    def loaded_from(name):
+        current.unlink(missing_ok=True)
+        current.symlink_to(tmp_path / name)
+        model = ModelConfig(model=str(where), tokenizer=str(where), skip_tokenizer_init=True)
+        loaded = torch.nn.Module.__new__(get_model_cls(model))
+        torch.nn.Module.__init__(loaded)
+        source = DefaultModelLoader.Source(str(current), None, subfolder="tower", prefix="language_model.")
+        loaded.secondary_weights = [source, source]
+        return Runner(loaded).register_kv_caches(VllmConfig(model_config=model), [])
+
+    at_p = loaded_from("v1")
+    check_same_model(loaded_from("v1"), at_p)
+    with pytest.raises(UnsupportedPairError, match=r"one of 64 samples of equal tensors differs"):
+        check_same_model(loaded_from("v2"), at_p)
 
 
 def test_another_format_of_the_same_weights(tmp_path):

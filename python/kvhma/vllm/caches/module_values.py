@@ -52,24 +52,29 @@ def built_layers(names: Iterable[str], context: Mapping[str, Any], settings: Col
 
 
 def _parents(modules: Iterable[torch.nn.Module]) -> dict[torch.nn.Module, tuple[torch.nn.Module, str]]:
-    """Return the parent of each module of the model, and its name there.
-
-    vLLM does not give its model to connectors. A caller holds it: the model runner that registers the caches, or the
-    worker that wakes up. It holds a draft model too.
-    """
+    """Return the parent of each module of the model, and its name there."""
     wanted = set(modules)
     parents: dict[torch.nn.Module, tuple[torch.nn.Module, str]] = {}
-    for variables in caller_variables():
+    for root in held_modules():
         if wanted <= parents.keys():
             break
-        for root in _held(variables.get("self"), depth=3, seen=set()):
-            parents |= {child: (parent, name) for parent in root.modules() for name, child in parent.named_children()}
+        parents |= {child: (parent, name) for parent in root.modules() for name, child in parent.named_children()}
     if missing := wanted - parents.keys():
         raise UnsupportedPairError(
             f"no caller of register_kv_caches holds {type(missing.pop()).__name__}, a cached layer: kvhma cannot read "
             "from the model what decides the cache; use a version of vLLM of docs/compatibility.md"
         )
     return parents
+
+
+def held_modules() -> Iterator[torch.nn.Module]:
+    """Yield the modules that callers hold.
+
+    vLLM does not give its model to connectors. A caller holds it: the model runner that registers the caches, or the
+    worker that wakes up. It holds a draft model too.
+    """
+    for variables in caller_variables():
+        yield from _held(variables.get("self"), depth=3, seen=set())
 
 
 def _held(owner: object, depth: int, seen: set[int]) -> Iterator[torch.nn.Module]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import snapshot_download
 from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
@@ -14,6 +14,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import get_model_cls
 
 from kvhma.text import one_line
+from kvhma.vllm.caches.module_values import held_modules
 from kvhma.vllm.config.weight_digests import WeightDigests, digest_files
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def digest_weights(model: ModelConfig, load: LoadConfig, revision: str | None, d
 
 
 def find_weight_files(model: ModelConfig, load: LoadConfig, revision: str | None) -> list[str]:
-    """Return the files that vLLM reads for a model.
+    """Return the files that vLLM reads for a model, as the loaded model names them if a caller holds it.
 
     Raises:
         ValueError: vLLM reads no files of tensors, or makes its weights up.
@@ -57,15 +58,21 @@ def find_weight_files(model: ModelConfig, load: LoadConfig, revision: str | None
     loader = _LOAD_FORMAT_TO_MODEL_LOADER.get(load.load_format)
     if loader is None or not issubclass(loader, DefaultModelLoader):
         raise ValueError(f"load_format is {load.load_format}, which reads no files of tensors")
-    folder = model.model
-    if not Path(folder).is_dir():
-        folder = snapshot_download(folder, revision=revision, cache_dir=load.download_dir, local_files_only=True)
     kind = get_model_cls(model)
-    _, files, *_ = loader(load)._prepare_weights(
-        folder,
-        None,
-        model.revision,
+    patterns = [
         getattr(kind, "fall_back_to_pt_during_load", True),
         getattr(kind, "allow_patterns_overrides", None),
-    )
-    return list(files)
+    ]
+    places: list[Any] = [(model.model, None, revision, *patterns)]
+    # Some multimodal models load a tower, or the language model itself, from another place.
+    loaded = next((module for module in held_modules() if isinstance(module, kind)), None)
+    for more in getattr(loaded, "secondary_weights", ()):
+        patterns = [more.fall_back_to_pt, more.allow_patterns_overrides]
+        places.append((more.model_or_path, more.subfolder, more.revision, *patterns))
+    files: list[str] = []
+    for folder, subfolder, commit, *patterns in places:
+        if not Path(folder).is_dir():
+            folder = snapshot_download(folder, revision=commit, cache_dir=load.download_dir, local_files_only=True)
+        _, found, *_ = loader(load)._prepare_weights(folder, subfolder, commit, *patterns)
+        files += found
+    return list(dict.fromkeys(files))
