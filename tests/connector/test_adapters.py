@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from vllm.config import LoRAConfig
 from vllm.lora.request import LoRARequest
+from vllm.v1.engine.core import EngineCore
 
 from kvhma.vllm.config.engine_config import applies_adapters
 from kvhma.vllm.prompts import adapters as module
@@ -21,7 +22,7 @@ from kvhma.vllm.prompts import prompt_digests
 from kvhma.vllm.prompts.adapters import Adapters
 from kvhma.vllm.prompts.prompt_digests import PromptDigests
 from support import weights
-from support.schedulers import request
+from support.schedulers import bind, request, scheduler
 
 
 def write(folder, seed=1):
@@ -64,6 +65,23 @@ def test_files_that_changed_after_they_were_used_match_no_engine(tmp_path, caplo
     write(folder)
     assert p.identify(lora(folder)) not in (old, changed, new), "it is not known either which of them it is now"
     assert p.identify(lora(write(tmp_path / "b", seed=2))) == new, "under another path"
+
+
+def test_files_that_changed_between_loading_and_the_first_request(tmp_path):
+    """As `/v1/load_lora_adapter` does, or `--lora-modules`: vLLM loads an adapter before a request has it."""
+    p, folder = scheduler(), write(tmp_path / "a")
+
+    class Engine(EngineCore):
+        def __init__(self):
+            self.model_executor = SimpleNamespace(add_lora=lambda lora: True)
+            bind(p, 100)  # within vLLM's constructor of the engine
+
+    old = Adapters().identify(lora(folder))
+    assert Engine().add_lora(lora(folder)) is True
+    write(folder, seed=2)
+    new = Adapters().identify(lora(folder))
+    assert p.context.prompts.adapters.identify(lora(folder)) not in (old, new)
+    p.close()
 
 
 def test_a_link_that_moves(tmp_path):

@@ -30,13 +30,13 @@ from support.leases import Clock
 from support.schedulers import (
     BUSY,
     STEP,
+    bind,
     blocks,
     end_read,
     finished_at,
     frees,
     kept,
     load,
-    manager,
     output,
     request,
     scheduler,
@@ -590,14 +590,6 @@ def test_names_of_clients_do_not_fill_the_log(p, clock, caplog):
     assert "100 requests" in line
     assert line.isprintable()
     assert len(line) < 500
-
-
-def bind(p, num_gpu_blocks):
-    """Bind a manager of this many blocks; in the tests there is room for all requests."""
-    single = SimpleNamespace(num_cached_block={}, block_size=16)
-    coordinator = SimpleNamespace(single_type_managers=[single], enable_partial_hash_hits=False)
-    p.bind(manager(num_gpu_blocks, coordinator=coordinator, kv_cache_config=None))
-    p.context.manager = manager()
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.5, 5), (0.25, 2), (1.0, 10)])

@@ -83,6 +83,14 @@ def manager(num_gpu_blocks=4000, **more):
     return SimpleNamespace(block_pool=pool, reset_prefix_cache=pool.reset_prefix_cache, **more)
 
 
+def bind(p, num_gpu_blocks):
+    """Bind a manager of this many blocks; in the tests there is room for all requests."""
+    single = SimpleNamespace(num_cached_block={}, block_size=16)
+    coordinator = SimpleNamespace(single_type_managers=[single], enable_partial_hash_hits=False)
+    p.bind(manager(num_gpu_blocks, coordinator=coordinator, kv_cache_config=None))
+    p.context.manager = manager()
+
+
 def kept(of):
     """The blocks that are held for peers."""
     pool = of.context.manager.block_pool

@@ -15,6 +15,7 @@ from kvhma.vllm.callers import caller_variables
 from kvhma.vllm.wire.peer_log import logger
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.engine.core import EngineCoreProc
@@ -73,6 +74,27 @@ def reset_connector_first(manager: KVCacheManager, reset: Callable[[], None]) ->
         return reset_blocks()
 
     vars(manager)["reset_prefix_cache"] = reset_both
+
+
+# --- Missing: vLLM tells its connector which adapters it loads ----------------------------------------------------
+
+
+def observe_adapters(observe: Callable[[LoRARequest], object]) -> None:
+    """Have the engine that builds its connector `observe` each adapter that it has loaded ahead of a request."""
+    from vllm.v1.engine.core import EngineCore
+
+    owners = (variables.get("self") for variables in caller_variables())
+    engine = next((owner for owner in owners if isinstance(owner, EngineCore)), None)
+    if engine is None:
+        return
+    load = engine.add_lora
+
+    def add_lora(lora: LoRARequest) -> bool:
+        is_loaded = load(lora)
+        observe(lora)
+        return is_loaded
+
+    vars(engine)["add_lora"] = add_lora
 
 
 # --- Missing: a connector says from which token on a loaded block may be hashed -----------------------------------

@@ -15,7 +15,13 @@ from kvhma.vllm.holds.engine_loop import STEPS_UNDER_WAY, EngineLoop
 from kvhma.vllm.holds.lease_table import LeaseTable
 from kvhma.vllm.holds.prefill import PrefillScheduler
 from kvhma.vllm.holds.scheduler_context import SchedulerContext
-from kvhma.vllm.internals import check_manager, drop_params, hit_each_group, reset_connector_first
+from kvhma.vllm.internals import (
+    check_manager,
+    drop_params,
+    hit_each_group,
+    observe_adapters,
+    reset_connector_first,
+)
 from kvhma.vllm.loads.decode import DecodeScheduler
 from kvhma.vllm.loads.load_machine import Load
 from kvhma.vllm.loads.prefix_cache import has_partial_hits, hits_may_differ
@@ -74,6 +80,7 @@ class KvhmaScheduler:
         """
         check_manager(manager)
         reset_connector_first(manager, self.reset_cache)
+        observe_adapters(self.context.prompts.adapters.identify)
         self.context.manager = manager
         self.context.partial_hits = has_partial_hits(manager)
         # The null block is never held.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which adapter a request uses: a digest of its files, as they were when the engine first got a request with it.
+"""Which adapter a request uses: a digest of its files, as they were when the engine loaded it.
 
-vLLM tells a connector neither when it loads an adapter nor when it loads it anew, and names cached blocks by the name
-and path of their adapter. So once the files at a path have changed, an engine may hold the old adapter, the new one, or
-blocks of both. No other engine can know which, and the adapter matches none from then on.
+vLLM loads an adapter when it is asked to, or with the first request that has it. It tells a connector neither this nor
+when it loads the adapter anew, and names cached blocks by the name and path of their adapter. So once the files at a
+path have changed, an engine may hold the old adapter, the new one, or blocks of both. No other engine can know which,
+and the adapter matches none from then on.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class _Seen(NamedTuple):
 
 
 class Adapters:
-    """The adapters that requests of an engine have used, by name and path. Threads may share it."""
+    """The adapters that an engine has loaded, by name and path. Threads may share it."""
 
     def __init__(self) -> None:
         """Start without adapters."""

@@ -29,7 +29,7 @@ class PromptDigests:
 
     def __init__(self, applies_adapters: str = "") -> None:
         """Start without a thread; `applies_adapters` is as in :class:`kvhma.vllm.config.engine_facts.EngineFacts`."""
-        self._adapters = Adapters()
+        self.adapters = Adapters()
         self._applies_adapters = applies_adapters
         self._begun: dict[str, _Begun] = {}
         self._thread = ThreadPoolExecutor(1, "kvhma-digests")
@@ -44,7 +44,7 @@ class PromptDigests:
         That is so with many tokens, and with an adapter whose files were not read yet.
         """
         lora = request.lora_request
-        if num_tokens < _LONG_TOKENS and (lora is None or self._adapters.is_seen(lora)):
+        if num_tokens < _LONG_TOKENS and (lora is None or self.adapters.is_seen(lora)):
             return False
         try:
             digest = self._thread.submit(self.make_digest, request, num_tokens)
@@ -88,4 +88,4 @@ class PromptDigests:
 
     def _identify_adapter(self, request: Request) -> str | None:
         lora = request.lora_request
-        return None if lora is None else f"{self._adapters.identify(lora)} {self._applies_adapters}"
+        return None if lora is None else f"{self.adapters.identify(lora)} {self._applies_adapters}"
