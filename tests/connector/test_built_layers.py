@@ -156,6 +156,16 @@ def test_tables_beside_the_layers():
     assert "LlamaModel.rotary_emb.attention_scaling is 1.0801" in (here.difference(there) or "")
 
 
+def test_frequencies_that_transformers_computes_anew_beyond_a_length():
+    dynamic = LLAMA | rope(rope_type="dynamic", factor=2.0)
+    here, there, shorter = (
+        built(dynamic | {"max_position_embeddings": length}, model_impl="transformers", max_model_len=most).layers
+        for length, most in ((128, 128), (256, 128), (128, 64))
+    )
+    assert "LlamaModel.rotary_emb.original_max_seq_len is 128.0 here, 256.0" in (here.difference(there) or "")
+    assert here.difference(shorter) is None
+
+
 class Layer(torch.nn.Module):
     """A decoder layer with a cached layer, as a model has it."""
 

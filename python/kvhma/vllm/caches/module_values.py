@@ -149,6 +149,9 @@ def _values(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in _derived(module):
         if value.numel() == 1:
             yield name, float(value)
+    if "dynamic" in str(getattr(module, "rope_type", None)):
+        # Beyond this length transformers computes the frequencies anew for each step.
+        yield "original_max_seq_len", float(vars(module)["original_max_seq_len"])
 
 
 def _derived(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
