@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 import msgspec
-from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SpeculativeConfig, VllmConfig
+from vllm.config import CacheConfig, ModelConfig, MultiModalConfig, ParallelConfig, SpeculativeConfig, VllmConfig
 
 from kvhma.errors import UnsupportedPairError
 from kvhma.vllm.config.engine_config import identity_of
@@ -76,6 +76,29 @@ def test_variables_of_vllm_that_change_the_values_in_a_cache(tmp_path, monkeypat
     with pytest.raises(UnsupportedPairError, match=rf"^overrides .* is '{{}}' here, '{{\"{name}\": .*' at the prefill"):
         check_same_model(plain, changed)
     check_same_model(changed, identity(where))
+
+
+ITEMS = [
+    {"mm_processor_kwargs": {"image_mean": [0, 0, 0]}},
+    {"mm_encoder_attn_dtype": "fp8"},
+    {"video_pruning_rate": 0.5, "video_pruning_method": "vidcom2"},
+]
+
+
+@pytest.mark.parametrize("changes", ITEMS, ids=str)
+def test_how_an_engine_makes_embeddings_of_items(tmp_path, changes):
+    """A request's own settings are part of vLLM's names of its items, those of an engine are not."""
+    where = str(model_folder(tmp_path / "m"))
+    config = VllmConfig(model_config=ModelConfig(model=where, tokenizer=where, skip_tokenizer_init=True))
+
+    def with_items(items, **settings):
+        config.model_config.multimodal_config = MultiModalConfig(**items)
+        return identity_of(config, Settings.read(settings))
+
+    plain = with_items({"video_pruning_rate": changes.get("video_pruning_rate")})
+    with pytest.raises(UnsupportedPairError, match=r"^overrides of the model is .* at the prefill engine"):
+        check_same_model(plain, with_items(changes))
+    check_same_model(*(with_items(items, mm_items="trust_prefill") for items in ({}, changes)))
 
 
 def test_fields_of_the_models_own_file(tmp_path):

@@ -64,7 +64,7 @@ FACTS = (
     Fact(
         OVERRIDES,
         "as texts: quantization by variables or online, no sliding window, other classes, no bounded replay, "
-        "random experts",
+        "random experts, how items become embeddings",
         "tests/connector/test_identity.py::test_what_changes_the_values_in_a_cache_changes_the_identity",
         "overrides",
     ),
@@ -109,9 +109,9 @@ MODEL = {
     CONFIG: "hf_config hf_text_config hf_overrides max_model_len",
     BUILT: "generation_config override_generation_config",
     TYPES: "dtype quantization",
-    OVERRIDES: "quantization_config disable_sliding_window model_class_overrides",
+    OVERRIDES: "quantization_config disable_sliding_window model_class_overrides multimodal_config",
     DRAFT: "spec_target_max_model_len is_submodel_config",
-    PROMPT: "enable_prompt_embeds multimodal_config tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init",
+    PROMPT: "enable_prompt_embeds tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init",
     PAGES: "model_impl runner convert",
     SPEED: "allow_deprecated_quantization allowed_local_media_path allowed_media_domains disable_cascade_attn "
     "enable_cumem_allocator enable_nccl_comm_suspend enable_sleep_mode enforce_eager io_processor_plugin "

@@ -420,7 +420,7 @@ def identity_of(config: VllmConfig, settings: Settings, layers: Iterable[str] = 
         dtype=dtype,
         quantization=None if model.quantization is None else str(model.quantization),
         cache_dtype=dtype if cache_dtype == "auto" else str(cache_dtype),
-        overrides=_json(_overrides(config)),
+        overrides=_json(_overrides(config) | ({} if settings.trusts_items else _item_settings(model))),
         draft=None if draft is None else _drafts(draft, config.speculative_config),
         config=dict(_fields(model.hf_config.to_dict(), _NOT_COMPARED | _COMMON)),
         versions=f"vLLM {vllm.__version__}, transformers {transformers.__version__}",
@@ -450,6 +450,15 @@ def _overrides(config: VllmConfig) -> dict[str, Any]:
     variables = {name: getattr(vllm.envs, name, default) for name, default in _VARIABLES.items()}
     changed = {name: value for name, value in variables.items() if (value or None) != _VARIABLES[name]}
     return {name: value for name, value in found.items() if value} | changed
+
+
+def _item_settings(model: ModelConfig) -> dict[str, Any]:
+    """Return what decides the embeddings of multimodal items: vLLM's names of items cover only what a request sets."""
+    items = model.multimodal_config
+    found = {name: getattr(items, name, None) for name in ("mm_processor_kwargs", "mm_encoder_attn_dtype")}
+    if items is not None and items.video_pruning_rate:
+        found["video_pruning_method"] = items.video_pruning_method
+    return {name: value for name, value in found.items() if value}
 
 
 def _fields(settings: Mapping[str, Any], left_out: Collection[str], path: str = "") -> Iterator[tuple[str, str]]:
