@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make bench-shapes` calls a cliff, and what it publishes."""
+"""What `make bench-shapes` calls a cliff."""
 
 from __future__ import annotations
-
-import re
-from pathlib import Path
 
 import pytest
 
 from support.programs import program
 
-ROOT = Path(__file__).parents[2]
 shapes = program("benches/shapes.py")
 Line, Point = shapes.Line, shapes.Point
 
@@ -35,10 +31,3 @@ def cliffs(*calls: tuple[int, float]) -> int:
 )
 def test_what_a_cliff_is(calls, found):
     assert cliffs(*calls) == found
-
-
-def test_what_is_published_has_no_cliff():
-    published = (ROOT / "benches/RESULTS_SHAPES.md").read_text(encoding="utf-8")
-    assert published.endswith("## Cliffs\n\nNone.\n")
-    titles = re.findall(r"^## (.*)$", published, re.MULTILINE)
-    assert titles[:-2] == [sweep.title for sweep in shapes.SWEEPS]

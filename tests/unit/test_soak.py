@@ -22,10 +22,7 @@ from soak.judge import (
     Verdict,
     growth_beyond,
     judge,
-    leaks_of_pool,
-    leaks_of_process,
 )
-from soak.schedule import ALL, KINDS, OF_ALL, schedule
 from support.engines import Answer, EngineFailed
 from support.front import Refused
 
@@ -73,25 +70,11 @@ def test_answers(answer: Answer | Exception | None, outcome: Outcome) -> None:
 
 
 def test_aborted() -> None:
+    """The answer until then is compared all the same."""
     begun = like(token_ids=[5], logprobs=[-1.0], finish_reason="abort")
     assert verdict_of(begun, aborted=True).outcome is Outcome.ABORTED
     assert verdict_of(begun).outcome is Outcome.REFUSED, "it was never requested"
-    # The answer until then is compared all the same.
     assert verdict_of(dataclasses.replace(begun, token_ids=[4]), aborted=True).outcome is Outcome.WRONG
-    assert verdict_of(PLAIN, aborted=True).outcome is Outcome.RIGHT, "the abort came too late"
-    assert verdict_of(None, aborted=True).outcome is Outcome.HUNG
-
-
-def test_leaks() -> None:
-    assert leaks_of_pool("p1", {"requests": {}, "free_blocks": 99, "all_blocks": 100}) == []
-    held = leaks_of_pool("p1", {"requests": {"c1": "RUNNING"}, "free_blocks": 96, "all_blocks": 100})
-    assert held == ["p1: 1 requests are held: ['c1']", "p1: 3 of 99 blocks are not free"]
-    assert leaks_of_pool("p1", {"requests": {}, "free_blocks": 98, "all_blocks": 100})
-    ready = {"files": 10, "threads": 5}
-    assert leaks_of_process("p1", ready, {"files": 58, "threads": 17}) == []
-    one = leaks_of_process("p1", ready, {"files": 59, "threads": 17})
-    assert one == ["p1: 59 files at the end, 10 when it was ready"]
-    assert len(leaks_of_process("p1", ready, {"files": 99, "threads": 99})) == 2
 
 
 def request(
@@ -142,20 +125,6 @@ def test_a_leak_is_found_and_noise_is_not(minutes: int, smallest: int) -> None:
     found = growth_beyond(MEMORY, process(smallest, 60 * minutes))
     assert found is not None
     assert found.startswith("resident memory grew by ")
-
-
-def test_the_schedule_follows_from_the_seed() -> None:
-    targets = ("p1", "d1")
-    events = schedule("7", 3600, targets)
-    assert events == schedule("7", 3600, targets)
-    assert events != schedule("8", 3600, targets)
-    assert {event.kind for event in events} == set(KINDS)
-    assert {event.target for event in events} == {*targets, ALL}
-    assert all((event.target == ALL) == (event.kind in OF_ALL) for event in events)
-    assert all(5 < event.at <= 3540 for event in events)
-    kinds = {event.kind for event in schedule("7", 3600, targets, without=["kill", "stop"])}
-    assert kinds == set(KINDS) - {"kill", "stop"}
-    assert schedule("7", 3600, targets, without=list(KINDS)) == []
 
 
 @pytest.mark.parametrize("slot_of", [Slot, LinkedSlot], ids=["soak", "faults"])
