@@ -142,16 +142,6 @@ def test_an_unexpected_name(world):
         world.p.connect(world.p.handshake_payload(world.p_geometry))
 
 
-def test_a_payload_with_the_metadata_of_another(world):
-    FakeNixl("Q", world.net)
-    payload = encode_handshake(world.p_nixl.get_agent_metadata(), world.p_geometry, name="Q", incarnation=1)
-    before = world.d_nixl.remotes["P"]
-    with pytest.raises(HandshakeError, match="not that agent's"):
-        world.d.connect(payload)
-    assert world.d_nixl.remotes["P"] is before
-    assert world.read([1], [1]).poll() == "done"
-
-
 def test_the_name_nixl_finds_in_the_metadata_counts(world, monkeypatch):
     # With a form of metadata that cannot be inspected beforehand.
     monkeypatch.setattr(world.d, "_knows_metadata", False)
@@ -162,15 +152,6 @@ def test_the_name_nixl_finds_in_the_metadata_counts(world, monkeypatch):
         with pytest.raises(HandshakeError, match=f"is of agent '{known}'"):
             world.d.connect(encode_handshake(metadata, world.p_geometry, name=name, incarnation=1))
     assert list(world.d_nixl.remotes) == ["P"]
-
-
-def test_a_geometry_the_peer_did_not_register(world):
-    other = flat_geometry(np.zeros(PAGE, np.uint8))
-    FakeNixl("Q", world.net)
-    metadata = world.net.agents["Q"].get_agent_metadata()
-    with pytest.raises(HandshakeError, match="'Q' did not register Region"):
-        world.d.connect(encode_handshake(metadata, other, name="Q", incarnation=1))
-    assert "Q" not in world.d_nixl.remotes
 
 
 @pytest.mark.parametrize("name", ["nixlMismatchError", "nixlBackendError", "nixlNotAllowedError"])
@@ -299,19 +280,6 @@ def test_nothing_starts_if_the_arrays_do_not_fit(world):
     assert not world.target.any()
 
 
-def test_a_prepared_read_is_posted_again_and_again(world):
-    read = world.d.prepare_read(world.peer, rows_of(world.target, [3]), rows_of(world.source, [5]))
-    assert not world.target.any()
-    assert "transfer" not in world.d_nixl.calls
-    for number in range(1, 4):
-        world.source[5 * PAGE : 6 * PAGE] = number
-        assert read.post().poll() == "done"
-        assert world.page(world.target, 3) == bytes([number]) * PAGE
-    assert (world.d_nixl.calls["initialize_xfer"], world.d_nixl.calls["transfer"]) == (1, 3)
-    world.d.close()
-    assert world.d_nixl.released_in_flight == 0
-
-
 def test_a_prepared_read_in_flight_is_not_posted():
     world = World(polls=2)
     read = world.d.prepare_read(world.peer, rows_of(world.target, [3]), rows_of(world.source, [5]))
@@ -394,20 +362,6 @@ def test_telemetry_that_is_off_does_not_fail(world):
 # --- release discipline -----------------------------------------------------------------------------------------
 
 
-def test_notification_and_bytes_come_with_the_poll():
-    world = World(polls=2)
-    transfer = world.read([1], [2], b"r1")
-    world.p.notifications()
-    assert not transfer.finished
-    assert not world.target.any()
-    assert transfer.poll() == "running"
-    assert world.p.notifications() == []
-    assert transfer.poll() == "done"
-    assert world.p.notifications() == [("D", b"r1")]
-    assert transfer.poll() == "done"
-    assert world.d_nixl.calls["check_xfer_state"] == 2
-
-
 def test_waiting_is_bounded():
     world = World(polls=10**6)
     transfer = world.read([1], [2])
@@ -467,67 +421,7 @@ def test_close_refuses_while_something_is_in_flight():
     assert not world.d_nixl.registered
 
 
-def test_disconnect_waits_too():
-    world = World(polls=10**9)
-    transfer = world.read([1], [2])
-    with pytest.raises(TransferError, match="peer 'P': 1 transfers still in flight"):
-        world.d.disconnect(world.peer, timeout=0.01)
-    assert "P" in world.d_nixl.remotes
-    with pytest.raises(PeerLostError):
-        world.read([1], [2])
-    transfer._posted[0].handle.left = 1
-    world.d.disconnect(world.peer)
-    world.d.disconnect(world.peer)
-    assert not world.d_nixl.remotes
-    assert world.d_nixl.calls["remove_remote_agent"] == 1
-
-
 # --- failures ---------------------------------------------------------------------------------------------------
-
-
-def test_a_dead_peer_is_lost_until_it_comes_back():
-    world = World(polls=2)
-    views = views_of(world.source)
-    local, remote = world.d.prepare(None, views_of(world.target)), world.d.prepare(world.peer, views)
-    running, aborted = world.read([1], [2]), world.read([3], [4])
-    aborted.abort()
-    world.net.kill("P")
-    with pytest.raises(PeerLostError, match="transfer from 'P' lost") as info:
-        running.wait(1)
-    assert type(info.value.__cause__).__name__ == "nixlRemoteDisconnectError"
-    with pytest.raises(PeerLostError):
-        running.poll()
-    assert running.finished
-    assert running.telemetry is None
-    assert world.d.poll() == [aborted]
-    assert aborted.finished
-    posts = world.d_nixl.calls["transfer"]
-    for call in (
-        lambda: world.read([1], [2]),
-        lambda: world.d.read_ids(local, int32(1), remote, int32(2)),
-        lambda: world.d.prepare(world.peer, views),
-        lambda: world.d.notify(world.peer, b"x"),
-    ):
-        with pytest.raises(PeerLostError, match="connect again"):
-            call()
-    assert world.d_nixl.calls["transfer"] == posts
-
-    peer = world.d.connect(world.restart_p())
-    assert peer.payload.incarnation != world.peer.payload.incarnation
-    with pytest.raises(PeerLostError):
-        world.d.read_ids(local, int32(1), remote, int32(2))
-    again = world.d.prepare(peer, views)
-    assert world.d.read_ids(local, int32(1), again, int32(2)).wait(1)
-    assert world.page(world.target, 1) == world.page(world.source, 2)
-    assert world.d_nixl.released_in_flight == 0
-
-
-def test_a_peer_found_dead_by_a_notification(world):
-    world.net.kill("P")
-    with pytest.raises(PeerLostError, match="cannot notify"):
-        world.d.notify(world.peer, b"x")
-    assert world.peer.gone
-    world.d.disconnect(world.peer)
 
 
 def test_nixl_forgetting_a_peer_by_itself_is_a_lost_peer():
