@@ -12,11 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from kvhma.cli import doctor
 from kvhma.cli.checks import Row
-from kvhma.cli.format import Sheet
 from support.cli_configs import NEMOTRON_3_NANO
 from support.cli_run import cli, refused
 from support.tiny import tiny_hybrid
@@ -42,16 +40,6 @@ def test_no_number_is_broken(command: tuple[str, ...], columns: int) -> None:
     """A narrow terminal shows the same numbers with their units as a wide one, and no pieces of them."""
     wide, narrow = (cli(*command, columns=width).out for width in (400, columns))
     assert set(NUMBER.findall(wide)) == set(NUMBER.findall(narrow))
-
-
-@pytest.mark.parametrize("width", [20, 24, 30])
-def test_words_wrap_and_numbers_do_not(width: int) -> None:
-    console = Console(file=io.StringIO(), width=width)
-    console.print(Sheet("", "lr", ("what", "bytes"), [("many short words in a cell", "1,234,567")]).table())
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert len(lines) > 2
-    assert sum("1,234,567" in line for line in lines) == 1
-    assert lines[0].split() == ["what", "bytes"]
 
 
 # --- python -m kvhma -------------------------------------------------------------------------------------------------
@@ -83,10 +71,6 @@ def test_an_error_is_json_too(arguments: tuple[str, ...], code: str, text: str) 
     assert done.err == ""
     assert {name: done.form[name] for name in ("kvhma_error", "code")} == {"kvhma_error": 1, "code": code}
     assert text in done.form["text"]
-
-
-def test_an_error_without_json_is_a_line() -> None:
-    assert "no built-in model" in refused("plan", "nope")
 
 
 def test_options_of_engines_do_not_ask_for_json() -> None:
@@ -173,10 +157,6 @@ def test_an_empty_item(text: str) -> None:
 
 
 # --- a pipe as MODEL -------------------------------------------------------------------------------------------------
-
-
-def test_help_names_the_pipe() -> None:
-    assert "- reads either file from the standard input" in cli("plan", "--help").words
 
 
 def pipe(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:

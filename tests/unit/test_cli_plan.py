@@ -421,16 +421,6 @@ def two_files(tmp_path: Path, both: dict[str, Any], change: Callable[[dict[str, 
     return "--local", tmp_path / "d.json", "--remote", tmp_path / "p.json", "--tokens", 100
 
 
-def test_a_reason_is_printed_completely(tmp_path: Path) -> None:
-    def change(form: dict[str, Any]) -> None:
-        form["pages"][0]["parts"][0]["axes"][2]["name"] = "other"
-
-    whole = "axes meet by name; content without a token axis cannot be cut by tokens"
-    sides = two_files(tmp_path, json.loads(tiny_hybrid(40).to_json()), change)
-    assert f"why: {whole}\n" in cli("explain", *sides).out
-    assert {row["reason"] for row in cli("explain", *sides, "--json").form["refusals"]} == {whole}
-
-
 def test_a_pipeline_stage_without_layers_of_d_is_no_refusal(tmp_path: Path) -> None:
     whole = tiny_hybrid(40)
     stages = [replace(whole, layers=whole.layers[at : at + 3]) for at in (0, 3)]
@@ -464,31 +454,6 @@ def test_dtype_of_state_or_attention_for_any_names(page: int, part: int, fix: st
     rows = cli("explain", *two_files(tmp_path, both, change), "--json").form["refusals"]
     assert rows
     assert all(fix in row["fix"] for row in rows)
-
-
-def test_different_kernel_blocks_have_a_note() -> None:
-    words = "Equal kernel blocks, or layout=LBNHC, need fewer"
-    sides = {
-        "tp=1,block=64": True,
-        "tp=1,block=64,kernel=16": False,
-        "tp=1": False,
-    }
-    for side, noted in sides.items():
-        notes = cli("plan", "gpt-oss-20b", "--decode", side, "--pool", "used", "--json").form["notes"]
-        assert any(words in note for note in notes) == noted
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "note"),
-    [
-        ("DeepSeek-V3", ("--prefill", "tp=4"), "nothing is read from P rank 1–3: another rank holds the same"),
-        ("gemma-3-4b", (), "139,264 bytes after the last token come along"),
-    ],
-)
-def test_notes_on_what_is_not_read_and_what_comes_along(name: str, options: tuple[Any, ...], note: str) -> None:
-    for tokens, noted in ((8191, True), (8192, "come along" not in note)):
-        notes = cli("plan", name, "--tokens", tokens, *options, "--json").form["notes"]
-        assert any(text.startswith(note) for text in notes) == noted
 
 
 def test_vllm_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,10 +91,6 @@ def test_demo_ends_when_a_worker_cannot_start(monkeypatch: pytest.MonkeyPatch) -
     assert "Traceback" not in done.stderr
 
 
-def test_unknown_model() -> None:
-    assert refused("demo", "--model", "gpt-4").startswith("Error: MODEL 'gpt-4': no such file or directory, and no ")
-
-
 def test_too_many_tokens() -> None:
     line = refused("demo", "--model", "granite-4.0-h-tiny", "--tokens", 9_999_999)
     wanted = (
@@ -205,12 +201,6 @@ def test_plan_prints_findings(files: Files) -> None:
     assert finding["source"] == 0
     assert "layers.5" in finding["text"]
     assert finding["text"] in " ".join(cli(*words).out.split())
-
-
-@pytest.mark.parametrize("name", ["local", "remote", "request"])
-def test_plan_of_a_missing_file(files: Files, name: str) -> None:
-    line = refused(*files.arguments(**{name: files.folder / "absent"}))
-    assert line.startswith(f"Error: Invalid value for '--{name}': File '{files.folder / 'absent'}' does not exist.")
 
 
 def without(name: str) -> Callable[[dict[str, Any]], object]:

@@ -38,7 +38,6 @@ REFERENCE += ["vllm-settings"]
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"(?<=\n\n)(?: {4}.*\n|\n(?= {4}))+")
-LINK = re.compile(r"\]\(([^)#\s]*)(#[^)]*)?\)")
 
 
 @dataclass
@@ -150,25 +149,6 @@ def test_every_block_has_a_language_that_is_tested(page):
                     assert line.split()[0] in NOT_RUN, f"{line!r} in a block that is not run"
 
 
-def in_text(page):
-    """Commands in the middle of sentences; placeholders get a value."""
-    text = FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))
-    return [shlex.split(found)[1:] for found in re.findall(r"`(kvhma [a-z][^`]*)`", text)]
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if in_text(page)])
-def test_commands_in_sentences_have_their_options(page):
-    for name, *arguments in in_text(page):
-        command = app.commands[name]
-        while isinstance(command, click.Group) and arguments:
-            command = command.commands[arguments.pop(0).split("|")[0]]
-        parser = command.make_parser(click.Context(command, **command.context_settings))
-        try:
-            parser.parse_args([*arguments])
-        except click.BadOptionUsage:  # the sentence names the last option, without a value
-            parser.parse_args([*arguments, "VALUE"])
-
-
 @pytest.mark.parametrize("page", scripts())
 def test_code_prints_what_it_says(page, folder):
     code, printed = ["import numpy"], [""]
@@ -210,42 +190,6 @@ def test_documented_geometry_is_one():
 def test_documented_case_is_right(folder):
     verdict = cases.check(cases.load(folder / "case.json"))
     assert verdict.outcome == "right", verdict.text
-
-
-def anchors(page: Path) -> set[str]:
-    """The anchors of a page: of its headings, as the site makes them, and its own."""
-    text = FENCE.sub("", page.read_text(encoding="utf-8"))
-    titles = re.findall(r"^#+ (.+)$", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text), re.MULTILINE)
-    slugs = {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title, flags=re.ASCII).strip().lower()) for title in titles}
-    return slugs | set(re.findall(r'id="([^"]+)"', text))
-
-
-@pytest.mark.parametrize("page", [*PAGES, "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md"])
-def test_links_lead_somewhere(page):
-    for target, anchor in LINK.findall((ROOT / page).read_text(encoding="utf-8")):
-        if re.match(r"https?:", target):
-            continue
-        file = (ROOT / page).parent / target if target else ROOT / page
-        assert file.exists(), target
-        assert anchor or file != ROOT / page, f"{target}: the page itself"
-        assert not anchor or file.suffix != ".md" or anchor[1:] in anchors(file), f"{target}{anchor}"
-
-
-def test_links_of_the_readme_lead_to_the_repository():
-    """A package index shows it, where relative paths lead nowhere."""
-    url = re.search(r'^Repository = "https://github.com/(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert url is not None
-    start = rf"https://(?:github\.com/{url[1]}/blob|raw\.githubusercontent\.com/{url[1]})/main/"
-    targets = [target for target, _ in LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))]
-    assert len(targets) > 15
-    for target in targets:
-        assert re.match(start, target), target
-        assert (ROOT / re.sub(start, "", target)).is_file(), target
-
-
-def test_navigation_has_every_page():
-    listed = set(re.findall(r": ([\w.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
-    assert listed == {Path(page).name for page in PAGES} - {"README.md"} | {"index.md"}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if Path(page).stem not in REFERENCE])

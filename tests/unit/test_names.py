@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pages name exists: targets of make, files, definitions, tests, metrics, settings."""
+"""What pages name exists: definitions, tests, metrics, settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md"]
 PAGES += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
-TOP = ("tests", "tools", "docs", "python", "rust", "benches", "examples", "conformance", "fuzz")
 CODE = re.compile(r"`([^`\n]+)`")
 FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 DEFINED = r"\b(?:def|class|fn|struct|enum|trait|type|const) {0}\b|^ *{0}\b *[:=]"
@@ -44,20 +43,6 @@ def metrics() -> set[str]:
             assert isinstance(node.value, ast.Dict)
             return {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
     raise AssertionError("stats.py has no METRICS")
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_make_targets(page: str) -> None:
-    targets = set(re.findall(r"^([a-z0-9-]+):", text_of("Makefile"), re.MULTILINE))
-    named = {name for span in spans(page) for name in re.findall(r"\bmake ([a-z][a-z0-9-]*)\b", span)}
-    assert named <= targets, named - targets
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_files(page: str) -> None:
-    for span in spans(page):
-        for path in re.findall(rf"(?<![\w/.-])((?:{'|'.join(TOP)})/[\w/.*-]*\w)", span):
-            assert list(ROOT.glob(path)) or "NAME" in path, path
 
 
 @pytest.mark.parametrize("page", PAGES)

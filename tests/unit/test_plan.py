@@ -51,22 +51,6 @@ def test_explain_names_shards_and_reasons():
     assert "Source 1 (rank 1 of 2): nothing" in text
 
 
-def test_explain_of_blocks_that_differ():
-    wide = layout(model("gpt-oss-20b"), LayoutOptions(num_blocks=6, block_size=64))
-    narrow = layout(model("gpt-oss-20b"), LayoutOptions(num_blocks=6, block_size=48, base=1 << 44))
-    assert "kernel blocks of 64 and 48 cut each other in 6 ways" in kvhma.plan(wide, narrow).explain()
-
-
-def test_explain_names_every_group_by_its_own_kind():
-    """gpt-oss: the sliding and the full group are paired and cut alike, and yet are two groups."""
-    text = plans("gpt-oss-20b", 1, 1)[0].explain()
-    assert "  sliding group 0 from sliding group 0: model.layers.0.self_attn.attn … " in text
-    assert "  full group 1 from full group 1: model.layers.1.self_attn.attn … " in text
-    alike = plans("gemma-3-4b", 1, 1)[0].explain()
-    assert "sliding groups 0, 1, " in alike
-    assert alike.count("full group") == 2  # here and there
-
-
 def test_a_layer_of_one_side_is_a_finding():
     whole = layout(model("gpt-oss-20b"), LayoutOptions(num_blocks=6))
     fewer = dataclasses.replace(whole, layers=whole.layers[:-1])
