@@ -24,24 +24,6 @@ from kvhma.models.vllm_layout import LayoutOptions, layout
 from support.cli_configs import CONFIGS, NEMOTRON_3_NANO
 from support.families import FAMILIES
 from support.public_configs import PUBLIC
-from support.summary import summary
-
-# Groups, tensors, logical block, FlashInfer kernel block, ratio, bytes of a state, bytes of a token in a layer.
-ALLOCATIONS = {
-    "gemma-3-4b": ({"sliding": 6, "full": 1}, 5, 16, 16, 1, 0, 4096),
-    "gemma-3-27b": ({"sliding": 6, "full": 1}, 10, 16, 16, 1, 0, 8192),
-    "gpt-oss-20b": ({"sliding": 1, "full": 1}, 12, 16, 16, 1, 0, 2048),
-    "gpt-oss-120b": ({"sliding": 1, "full": 1}, 18, 16, 16, 1, 0, 2048),
-    "Llama-4-Scout-17B-16E": ({"chunked": 3, "full": 1}, 12, 16, 16, 1, 0, 4096),
-    "NVIDIA-Nemotron-3-Nano-30B-A3B": ({"mamba2": 4, "full": 1}, 6, 2096, 16, 131, 2134016, 1024),
-    "NVIDIA-Nemotron-3-Nano-30B-A3B-FP8kv": ({"mamba2": 4, "full": 1}, 6, 4176, 16, 261, 2134016, 512),
-    "Nemotron-H-8B": ({"mamba2": 6, "full": 1}, 4, 1040, 16, 65, 4255744, 4096),
-    "Qwen3-Next-80B-A3B": ({"gdn": 3, "full": 1}, 12, 544, 32, 17, 1097728, 2048),
-    "granite-4.0-h-tiny": ({"mamba2": 9, "full": 1}, 4, 400, 16, 25, 806400, 2048),
-    "granite-4.0-h-small": ({"mamba2": 9, "full": 1}, 4, 528, 16, 33, 2147840, 4096),
-    "Falcon-H1-7B": ({"full": 1, "mamba2": 1}, 44, 1568, 32, 49, 1594368, 1024),
-    "DeepSeek-V3": ({"mla": 1}, 61, 16, 16, 1, 0, 1152),
-}
 
 
 def save(folder: Path, form: object, name: str = "config.json") -> Path:
@@ -54,15 +36,6 @@ def save(folder: Path, form: object, name: str = "config.json") -> Path:
 def test_as_in_the_table(name: str, tmp_path: Path) -> None:
     """The table and the configurations were written down apart from one another."""
     assert replace(read_config(save(tmp_path, CONFIGS[name])), name=name) == models()[name]
-
-
-@pytest.mark.parametrize("name", ALLOCATIONS)
-def test_published_allocations(name: str) -> None:
-    groups, tensors, block, kernel, ratio, state, token = ALLOCATIONS[name]
-    one = summary(model_from_config(CONFIGS[name]))
-    assert (dict(one.groups), one.tensors) == (groups, tensors)
-    assert (one.block_size, one.kernel_block, one.ratio) == (block, kernel, ratio)
-    assert (one.state_bytes, one.kv_bytes) == (state, token)
 
 
 def test_named_after_the_directory(tmp_path: Path) -> None:
@@ -537,7 +510,6 @@ def test_missing_file(tmp_path: Path) -> None:
 # --- against the classes of the models themselves --------------------------------------------------------------------
 
 WORDS = {"full_attention": "f", "sliding_attention": "s", "chunked_attention": "c", "hybrid": "b"}
-LETTERS = {"full": "f", "mla": "f", "sliding": "s", "chunked": "c"}
 
 
 ELSEWHERE = {form.get("text_config", form)["model_type"] for form in (*FAMILIES.values(), *PUBLIC.values())}

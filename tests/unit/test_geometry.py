@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-import kvhma.geometry
 from kvhma import AddressOverflowError, GeometryError
 from kvhma._kvhma import CheckedGeometry
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region
@@ -92,39 +91,6 @@ def test_json_round_trip(geometry: Geometry) -> None:
 def test_indented_json_is_pythons() -> None:
     for geometry in OPTIONS:
         assert geometry.to_json(indent=2) == json.dumps(form(geometry), indent=2, ensure_ascii=False).encode()
-
-
-class Counted:
-    """Counts how often geometries are read, in place of the class that does."""
-
-    def __init__(self) -> None:
-        """Count from zero."""
-        self.json = self.values = 0
-
-    def __call__(self, json: bytes) -> CheckedGeometry:
-        self.json += 1
-        return CheckedGeometry(json)
-
-    def from_values(self, *values: Any) -> CheckedGeometry:
-        self.values += 1
-        return CheckedGeometry.from_values(*values)
-
-
-def test_json_is_read_once_and_values_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = tiny_hybrid(10).to_json()
-    counted = Counted()
-    monkeypatch.setattr(kvhma.geometry, "CheckedGeometry", counted)
-    read = Geometry.from_json(text)
-    assert not {"regions", "groups", "layers"} & read.__dict__.keys()
-    assert kvhma.plan(read, read).sources == [0]
-    assert not {"regions", "groups", "layers"} & read.__dict__.keys()
-    assert read.groups[0].kind == "full"
-    assert not {"regions", "layers"} & read.__dict__.keys()
-    assert read.layers is read.layers
-    assert read.layers[0].page is read.layers[1].page
-    assert (counted.json, counted.values) == (1, 0)
-    assert dataclasses.replace(read, tp_size=2).tp_size == 2
-    assert (counted.json, counted.values) == (1, 1)
 
 
 def test_other_threads_run_while_json_is_read() -> None:

@@ -104,41 +104,6 @@ async def test_the_metrics_of_the_alerts_are_there(tmp_path):
         assert [(await samples())[health, engine.url] for engine in (*prefills, decodes[1])] == [1, 1, 1]
 
 
-async def test_dead_engines_are_left_out(tmp_path):
-    """`/readiness` is for probes: it fails if a role has no engine left, and `/health` if any engine is gone."""
-    async with routed(tmp_path) as (prefills, decodes, client, _):
-        await prefills[0].server.close()
-        await decodes[1].server.close()
-        right = 0
-        while right < 8:
-            right = right + 1 if (await complete(client))[0] == 200 else 0
-            await asyncio.sleep(0.05)
-        assert [await status_of(client, path) for path in ("/readiness", "/liveness", "/health")] == [200, 200, 503]
-        await prefills[1].server.close()
-        while await status_of(client, "/readiness") != 503:
-            await asyncio.sleep(0.05)
-        assert await status_of(client, "/liveness") == 200
-        assert (await complete(client))[0] == 503
-
-
-async def test_a_router_finishes_its_answers(tmp_path):
-    async with routed(tmp_path) as (_, decodes, client, process):
-        for engine in decodes:
-            engine.may_answer.clear()
-        answer = asyncio.create_task(complete(client, stream=True))
-        while not any(engine.asked for engine in decodes):
-            await asyncio.sleep(0.01)
-        process.terminate()
-        while await status_of(client, "/liveness") is not None:  # it closes its port at once
-            await asyncio.sleep(0.05)
-        assert process.poll() is None
-        for engine in decodes:
-            engine.may_answer.set()
-        status, text = await answer
-        assert (status, "[DONE]" in text) == (200, True)
-        assert process.wait() == 0
-
-
 async def test_engines_get_the_routers_key_and_anyone_may_remove_them(tmp_path):
     """Why the examples let no client reach the router's other paths."""
     async with routed(tmp_path, OPENAI_API_KEY="of the engines") as (prefills, decodes, client, _):
