@@ -3,202 +3,24 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 Settings = dict[str, Any]
 
-COMMON: Settings = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-MAMBA_2: Settings = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 32,
-    "mamba_d_state": 32,
-    "mamba_d_conv": 4,
-    "mamba_n_groups": 1,
-    "mamba_expand": 2,
-    "mamba_chunk_size": 64,
-}
-WINDOWS = ["sliding_attention"] * 2 + ["full_attention"]
-# Every expert is used: if a router picked another expert for a difference in the last bit, the model is no oracle.
-ALL_EXPERTS: Settings = {"num_experts": 2, "num_experts_per_tok": 2}
+FAMILIES: dict[str, Settings] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+"""By name. Every expert is used: if a router picked another expert for a difference in the last bit, the model is no
+oracle. What is special:
 
-# Layers of a window have twice the heads of the others.
-MIMO_V2: Settings = COMMON | {
-    "model_type": "mimo_v2_flash",
-    "architectures": ["MiMoV2FlashForCausalLM"],
-    "num_hidden_layers": 6,
-    "head_dim": 32,
-    "v_head_dim": 32,
-    "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 4,
-    "swa_head_dim": 32,
-    "swa_v_head_dim": 32,
-    "sliding_window": 64,
-    "sliding_window_size": 64,
-    "hybrid_layer_pattern": [0, 1, 1, 0, 1, 1],
-    "moe_layer_freq": [0] * 6,
-    "add_swa_attention_sink_bias": True,
-    "layernorm_epsilon": 1e-5,
-    "attention_bias": False,
-    "partial_rotary_factor": 0.5,
-    "rope_theta": 10000.0,
-    "swa_rope_theta": 10000.0,
-    "attention_value_scale": 0.7,
-    "hidden_act": "silu",
-}
-
-FAMILIES: dict[str, Settings] = {
-    "jamba": COMMON
-    | ALL_EXPERTS
-    | {
-        "model_type": "jamba",
-        "num_hidden_layers": 4,
-        "attn_layer_period": 4,
-        "attn_layer_offset": 2,
-        "expert_layer_period": 2,
-        "expert_layer_offset": 1,
-        "mamba_d_state": 16,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "mamba_dt_rank": 16,
-        "use_mamba_kernels": False,
-    },
-    # Three layers of chunks, then one that sees everything.
-    "llama4": COMMON
-    | {
-        "model_type": "llama4_text",
-        "max_position_embeddings": 1 << 16,
-        "head_dim": 32,
-        "intermediate_size_mlp": 256,
-        "num_hidden_layers": 4,
-        "num_local_experts": 2,
-        "interleave_moe_layer_step": 8,  # no layer of experts
-        "no_rope_layers": [1, 1, 1, 0],
-        "attention_chunk_size": 64,
-    },
-    "mimo_v2": MIMO_V2,
-    # As in the real models.
-    "mimo_v2_wide_keys": MIMO_V2 | {"head_dim": 48, "swa_head_dim": 48},
-    # The last five layers read what the previous two cached.
-    "gemma3n": COMMON
-    | {
-        "model_type": "gemma3n_text",
-        "head_dim": 32,
-        "num_hidden_layers": 10,
-        "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 2,
-        "num_kv_shared_layers": 5,
-        "sliding_window": 64,
-        "intermediate_size": [256] * 10,
-        "activation_sparsity_pattern": [0.0] * 10,
-        "vocab_size_per_layer_input": 512,
-        "hidden_size_per_layer_input": 16,
-        "laurel_rank": 8,
-        "tie_word_embeddings": True,
-    },
-    # Each layer has attention and a state.
-    "falcon_h1": COMMON
-    | MAMBA_2
-    | {"model_type": "falcon_h1", "head_dim": 32, "num_hidden_layers": 3, "mamba_d_ssm": 256, "mamba_rms_norm": True},
-    # Two layers share the weights of their attention, and cache separately.
-    "zamba2": COMMON
-    | {
-        "model_type": "zamba2",
-        "num_hidden_layers": 6,
-        "num_key_value_heads": 4,
-        "layers_block_type": ["linear_attention", "linear_attention", "hybrid"] * 2,
-        "n_mamba_heads": 8,
-        "mamba_ngroups": 1,
-        "mamba_d_state": 32,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "num_mem_blocks": 1,
-        "use_mem_rope": True,
-        "adapter_rank": 16,
-        "chunk_size": 64,
-    },
-    "granitemoehybrid": COMMON
-    | MAMBA_2
-    | {
-        "model_type": "granitemoehybrid",
-        "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-        "num_local_experts": 2,
-        "num_experts_per_tok": 2,
-        "shared_intermediate_size": 64,
-        "attention_multiplier": 32**-0.5,
-        "position_embedding_type": "nope",
-    },
-    "step3p5": COMMON
-    | {
-        "model_type": "step3p5",
-        "architectures": ["Step3p5ForCausalLM"],
-        "num_hidden_layers": 6,
-        "num_attention_groups": 2,
-        "head_dim": 32,
-        "layer_types": WINDOWS * 2,
-        "sliding_window": 64,
-        # Windows have more heads for queries, and more of keys and values.
-        "attention_other_setting": {
-            "attention_type": "sliding_attention",
-            "num_attention_heads": 8,
-            "num_attention_groups": 4,
-            "head_dim": 32,
-        },
-        "use_head_wise_attn_gate": True,
-        "rope_theta": 10000.0,
-        "moe_layers_enum": "1,4",
-        "moe_num_experts": 2,
-        "moe_top_k": 2,
-        "moe_intermediate_size": 64,
-        "share_expert_dim": 64,
-        "moe_router_activation": "softmax",  # real ones have a sigmoid, which vLLM's router for CPUs lacks
-        "max_seq_len": 4096,
-        "eos_token_id": [510, 511],
-        "bos_token_id": 0,
-    },
-    "exaone4": COMMON
-    | {
-        "model_type": "exaone4",
-        "head_dim": 32,
-        "num_hidden_layers": 6,
-        "layer_types": WINDOWS * 2,
-        "sliding_window": 64,
-        "sliding_window_pattern": 3,
-    },
-    # The rotary embedding of keys and values has three positions for each token: time, height and width.
-    "qwen2_5_vl": {
-        "model_type": "qwen2_5_vl",
-        "text_config": COMMON
-        | {
-            "model_type": "qwen2_5_vl_text",
-            "num_hidden_layers": 3,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
-        },
-        "vision_config": {
-            "model_type": "qwen2_5_vl_vision",
-            "depth": 1,
-            "hidden_size": 64,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": 128,
-            "fullatt_block_indexes": [0],
-        },
-        "image_token_id": 510,
-        "video_token_id": 511,
-        "vision_start_token_id": 508,
-        "vision_end_token_id": 509,
-    },
-}
+llama4: three layers of chunks, then one that sees everything; `interleave_moe_layer_step` leaves no layer of experts.
+mimo_v2, step3p5: layers of a window have more heads than the others; `mimo_v2_wide_keys` is as the real models.
+step3p5: real ones have a router with a sigmoid, which vLLM's router for CPUs lacks.
+gemma3n: the last five layers read what the previous two cached.
+falcon_h1: each layer has attention and a state.
+zamba2: two layers share the weights of their attention, and cache separately.
+qwen2_5_vl: the rotary embedding of keys and values has three positions for each token: time, height and width.
+"""
 
 Shapes = dict[str, tuple[int, ...]]
 
