@@ -40,162 +40,26 @@ COMMON = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 2.0,
-    "original_max_position_embeddings": 2048,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
-NEMOTRON = COMMON | {
-    "model_type": "nemotron_h",
-    "hybrid_override_pattern": "M*M-M*",
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 32,
-    "ssm_state_size": 32,
-    "conv_kernel": 4,
-    "chunk_size": 64,
-    "mlp_hidden_act": "relu2",
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": COMMON | {"model_type": "llama", "num_hidden_layers": 3},
-    "gemma3": COMMON
-    | {
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 7,
-        "layer_types": ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
-        "sliding_window": 64,
-        "query_pre_attn_scalar": 32,
-    },
-    # One global head, which each rank repeats, beside two sliding heads, which the ranks divide.
-    "gemma4": COMMON
-    | {
-        "model_type": "gemma4_text",
-        "num_hidden_layers": 6,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-        "sliding_window": 64,
-        "attention_k_eq_v": True,
-        "num_global_key_value_heads": 1,
-        "global_head_dim": 64,
-        "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": 512,
-    },
-    # Every expert is used: if a router picked another expert for a difference in the last bit, the model is no oracle.
-    "gpt_oss": COMMON
-    | {
-        "model_type": "gpt_oss",
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "sliding_window": 64,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 2,
-        "intermediate_size": 128,
-        "rope_parameters": YARN,
-    },
-    "nemotron_h": NEMOTRON | {"n_groups": 1},
-    "nemotron_h_2": NEMOTRON | {"n_groups": 2},
-    "qwen3_next": COMMON
-    | {
-        "model_type": "qwen3_next",
-        "head_dim": 64,  # shortens the block that holds as much as a state
-        "num_hidden_layers": 8,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 64,  # the smallest that the CPU's kernel takes
-        "linear_value_head_dim": 64,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "num_experts": 2,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
-    },
-    "deepseek_v2": COMMON
-    | {
-        "model_type": "deepseek_v2",
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "q_lora_rank": None,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 32,
-        "n_routed_experts": 2,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 64,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        # As in the real models. With plain rotary embedding vLLM's CPU build assumes that the rotary part of MLA's
-        # queries and keys is contiguous, and an answer depends on the other requests of the batch.
-        "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
-    },
-}
+_READ: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+MODELS: dict[str, dict[str, Any]] = _READ["models"]
+"""By name, their ``config.json``. What is special:
+
+gemma4: one global head, which each rank repeats, beside two sliding heads, which the ranks divide.
+gpt_oss: every expert is used. If a router picked another expert for a difference in the last bit, the model is no
+oracle.
+qwen3_next: `head_dim` shortens the block that holds as much as a state; 64 is the smallest head of a state that the
+CPU's kernel takes.
+deepseek_v2: rotary embedding as in the real models. With a plain one vLLM's CPU build assumes that the rotary part of
+MLA's queries and keys is contiguous, and an answer depends on the other requests of the batch.
+"""
 WITH_STATE = ("nemotron_h", "nemotron_h_2", "qwen3_next")
 """Models with Mamba2 or GDN state: vLLM does not serve them without HMA, and chooses their blocks."""
-
-# Models for some tests of MODELS only. The token of a picture is 510.
-OTHERS: dict[str, dict[str, Any]] = {
-    "llava": {
-        "model_type": "llava",
-        "text_config": MODELS["llama"],
-        "vision_config": {
-            "model_type": "clip_vision_model",
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 56,
-            "patch_size": 14,
-            "projection_dim": 64,
-        },
-        "image_token_index": 510,
-        "image_seq_length": 16,
-        "vision_feature_layer": -1,
-    },
-    # Up to 256 tokens vLLM uses the short factors, for longer models the long ones.
-    "phi3": COMMON
-    | {
-        "model_type": "phi3",
-        "num_hidden_layers": 3,
-        "original_max_position_embeddings": 256,
-        "rope_parameters": {
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "original_max_position_embeddings": 256,
-            "short_factor": [1 + index / 50 for index in range(16)],
-            "long_factor": [1.0 + 2 * index for index in range(16)],
-        },
-    },
-}
-# Of a picture of 56 by 56 points LLaVA makes 16 tokens, Qwen 4.
-PICTURES: dict[str, dict[str, Any]] = {
-    "llava": {
-        "preprocessor_config.json": {
-            "image_processor_type": "CLIPImageProcessor",
-            "size": {"shortest_edge": 56},
-            "crop_size": {"height": 56, "width": 56},
-        },
-        "processor_config.json": {
-            "processor_class": "LlavaProcessor",
-            "image_token": "<image>",
-            "patch_size": 14,
-            "num_additional_image_tokens": 1,
-            "vision_feature_select_strategy": "default",
-        },
-    },
-    "qwen2_5_vl": {
-        "preprocessor_config.json": {
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "patch_size": 14,
-            "temporal_patch_size": 2,
-            "merge_size": 2,
-            "size": {"shortest_edge": 56 * 56, "longest_edge": 56 * 56},
-        },
-    },
-}
+OTHERS: dict[str, dict[str, Any]] = _READ["others"]
+"""Models for some tests of MODELS only. The token of a picture is 510. Up to 256 tokens vLLM uses the short factors of
+phi3, for longer models the long ones.
+"""
+PICTURES: dict[str, dict[str, Any]] = _READ["pictures"]
+"""Further files by model: of a picture of 56 by 56 points LLaVA makes 16 tokens, Qwen 4."""
 
 # Standard deviation of a matrix' output for input with unit variance, by the end of the matrix' name. Scores of
 # attention are products of two outputs: gains of 1.7 give the scores a standard deviation of three, so that a few
