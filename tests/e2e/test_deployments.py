@@ -67,8 +67,7 @@ def test_steps_are_scheduled_ahead(trio: tuple[Engine, ...]) -> None:
     same(NAME, got, expected[2], "with log-probabilities of the prompt at P")
     assert loads(d) - before == 2 * len(many) + 1
     assert [engine.core("e2e_steps_ahead") for engine in trio] == [2, 2, 0]
-    for engine in (p, d):
-        all_free(engine)
+    all_free(p, d)
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -107,8 +106,7 @@ def test_structured_output(shape: str, trio: tuple[Engine, ...]) -> None:
         else:
             assert said[3] == "-"
     assert loads(d) - before == len(many)
-    for engine in (p, d):
-        all_free(engine)
+    all_free(p, d)
 
 
 def test_adapters_that_have_other_numbers(trio: tuple[Engine, ...], tmp_path: Path) -> None:
@@ -135,5 +133,4 @@ def test_adapters_that_have_other_numbers(trio: tuple[Engine, ...], tmp_path: Pa
         same(NAME, decode(d, many[0], params, adapter=tuned[which]).result(), expected[0, which], "the other one's")
         decode(d, many[0], params, adapter=tuned[1 - which]).result()
     assert (loads(d) - before, computed(d, "other_prompt") - other) == (6, 2)
-    for engine in (p, d):
-        all_free(engine)
+    all_free(p, d)

@@ -66,8 +66,7 @@ def test_p_killed_before_during_and_after_and_restarted(
         assert len(running.result().token_ids) == 200
         same(name, decode(d, before, told[tuple(before)]).result(), expected[tuple(before)], "before")
         assert decode(strict, before, told[tuple(before)]).result().finish_reason == "error"
-        all_free(d)
-        all_free(strict)
+        all_free(d, strict)
 
         with replace(p, log=tmp_path / "p-again.log") as second:
             for engine in (d, strict):
@@ -141,8 +140,7 @@ def test_given_up_in_any_phase(zygote: Zygote, model: Models, tmp_path: Path) ->
                     d.state()  # a turn of D's engine
                 d.abort(request_id)
             assert {answer.result().finish_reason for answer in answers} <= {"abort", "length"}
-            all_free(d)
-            all_free(p)
+            all_free(d, p)
 
         round_of(0)
         census = [engine.rpc("e2e_census")[0] for engine in (p, d)]

@@ -93,8 +93,7 @@ def test_all_kinds_of_models(name: str, zygote: Zygote, model: Models, tmp_path:
         assert (pair.pieces() > 2) is (name != "deepseek_v2")
         assert pair.ended("lost") == 0
         assert pair.ended("refused") <= 1, "of a prompt of one token nothing may be left to load"
-        for engine in (p, d):
-            all_free(engine)
+        all_free(p, d)
 
 
 @pytest.mark.smoke
@@ -110,8 +109,7 @@ def test_one_rank_to_two_and_back(name: str, zygote: Zygote, model: Models, tmp_
             pair = Pair(p, d)
             pair.right(name, plain, [33, 601, 1001])
             assert pair.pieces() > 0
-        for engine in (one, two_ranks):
-            all_free(engine)
+        all_free(one, two_ranks)
 
 
 def test_p_that_preempts_a_prompt(zygote: Zygote, model: Models, tmp_path: Path) -> None:
@@ -138,8 +136,7 @@ def test_p_that_preempts_a_prompt(zygote: Zygote, model: Models, tmp_path: Path)
         print(f"{preempted} preemptions, {pair.pieces()} pieces")
         assert preempted > 0
         assert pair.pieces() > 0
-        for engine in (p, d):
-            all_free(engine)
+        all_free(p, d)
 
 
 def test_clients_that_hang_up(zygote: Zygote, model: Models, tmp_path: Path) -> None:
@@ -161,8 +158,7 @@ def test_clients_that_hang_up(zygote: Zygote, model: Models, tmp_path: Path) -> 
                 d.abort(f"d{index}")
             for answer in (at_p, at_d):
                 answer.result()
-        for engine in (p, d):
-            all_free(engine)
+        all_free(p, d)
 
 
 def test_p_that_is_killed_in_each_phase(zygote: Zygote, model: Models, tmp_path: Path) -> None:
@@ -241,5 +237,4 @@ def test_digests_of_what_was_read_in_pieces(
         assert (failures(d, "digest"), compared(d, "mismatch")) == (ranks, 1)
         log = (tmp_path / "d.log").read_text()
         assert "what was loaded is not what P holds: full layers, tokens 0..1023" in log
-        for engine in (p, d):
-            all_free(engine)
+        all_free(p, d)

@@ -57,8 +57,7 @@ def test_one_rank_to_two_and_back(name: str, zygote: Zygote, model: Models, tmp_
     with engines(zygote, model(name), tmp_path, **settings) as (one, two, plain):
         compare(name, one, two, plain, [33, 301, 601], ranks_differ=True)
         compare(name, two, one, plain, [33, 301, 601], ranks_differ=True)
-        for engine in (one, two):
-            all_free(engine)
+        all_free(one, two)
 
 
 @pytest.mark.parametrize(("name", "mine", "theirs"), [("llama", 32, 64), ("gemma3", 96, 32)])

@@ -102,8 +102,7 @@ def test_the_proxy(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> 
         # At once, before the first token, and in the middle of an answer.
         for seconds in (0.001, 0.01, 0.05, HANG_SECONDS):
             proxy.hang_up(many[1], max_tokens=700, after=seconds, timeout=HANG_SECONDS)
-        for engine in made.values():
-            all_free(engine)
+        all_free(*made.values())
         # P and D are both notified that a client has disconnected. P's abort may reach D first.
         for d in (d1, d2):
             assert d.sample(FAILED) == failures(d, "refused")

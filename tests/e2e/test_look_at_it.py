@@ -17,7 +17,7 @@ import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -290,31 +290,6 @@ def test_the_start_page_ends_with_its_answer(tmp_path: Path) -> None:
         (look,) = re.findall(r"curl -s http://.*", said[2])
         counted = subprocess.run(look, shell=True, capture_output=True, text=True, check=True).stdout
         assert counted.split()[-1] == "1.0", "the page's number"
-        if PROMETHEUS is not None:
-            assert scraped(page, said[3].split()[-1], tmp_path) == {"prefill": "1", "decode": "1"}
-
-
-def scraped(page: str, config: str, folder: Path) -> dict[str, str]:
-    """Run the page's Prometheus at another port until its graphs have data; return which processes it reaches."""
-    (words,) = re.findall(r"^prometheus (.*) --web.listen-address=127.0.0.1:9091$", page, re.MULTILINE)
-    (graphs,) = re.findall(r"\(http://127\.0\.0\.1:9091/graph\?(.*)\)", page)
-    asked = [values[0] for name, values in urllib.parse.parse_qs(graphs).items() if name.endswith(".expr")]
-    assert len(asked) == 2
-    for old, new in {"$PROMETHEUS_CONFIG": config, "path=metrics": f"path={folder / 'metrics'}"}.items():
-        assert old in words
-        words = words.replace(old, new)
-    with prometheus(words.split(), folder) as api:
-
-        def found(query: str) -> list[dict[str, Any]]:
-            with suppress(OSError):
-                return list(get(api + "query", query=query)["result"])
-            return []
-
-        until(lambda: all(map(found, asked)))
-        graph = f"{api.removesuffix('api/v1/')}graph?{graphs}"
-        with urllib.request.urlopen(graph, timeout=10) as page_of_graphs:
-            assert page_of_graphs.url.endswith(graphs), "a redirection keeps the queries"
-        return {one["metric"]["job"]: one["value"][1] for one in found("up")}
 
 
 def ready(api: str) -> bool:

@@ -59,5 +59,4 @@ def test_loss_and_a_partition(link: Link, zygote: Zygote, model: Callable[[str],
         count = loads(d)
         same(name, decode(d, more, prefill(p, more)).result(), right, "afterwards")
         assert loads(d) == count + 1
-        all_free(p)
-        all_free(d)
+        all_free(p, d)

@@ -41,5 +41,4 @@ def test_both_engines_sleep(zygote: Zygote, model: Callable[[str], Path], tmp_pa
         nap(p)
         compare(NAME, p, d, plain, [303, 34])
         assert loads(d) == 5
-        for engine in (p, d):
-            all_free(engine)
+        all_free(p, d)

@@ -40,8 +40,7 @@ def test_ngram_on_one_side(order: str, zygote: Zygote, model: Models, tmp_path: 
                 same(name, d.generate(prompt, max_tokens=32).result(), expected, f"again, of {len(prompt)} tokens")
         assert with_.sample("vllm:spec_decode_num_accepted_tokens_total") > 0
         assert without.sample("vllm:kvhma_load_seconds_count") == with_.sample("vllm:kvhma_load_seconds_count")
-        for engine in (without, with_):
-            all_free(engine)
+        all_free(without, with_)
 
 
 def draft(method: str, llama: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -77,5 +76,4 @@ def test_drafts_of_a_model(method: str, zygote: Zygote, model: Models, tmp_path:
         print(f"{method}: drafted and accepted {drafted}")
         assert 0 < drafted[0][0] < drafted[1][0] == drafted[2][0]
         assert (loads(d), loads(without)) == (2 * len(PROMPTS), len(PROMPTS))
-        for engine in (p, d, without):
-            all_free(engine)
+        all_free(p, d, without)

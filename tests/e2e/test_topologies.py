@@ -43,8 +43,7 @@ def test_two_ranks_to_two(name: str, zygote: Zygote, model: Models, tmp_path: Pa
             assert d.sample("vllm:kvhma_rank_bytes_total", rank=rank) > 0
         assert d.sample("vllm:kvhma_failed_loads_total") == 0
         assert d.sample("vllm:kvhma_lease_checks_total", by="board") > 0, "the scheduler found its workers' boards"
-        for engine in (p, d):
-            all_free(engine)
+        all_free(p, d)
 
 
 def test_data_parallel(zygote: Zygote, model: Models, tmp_path: Path) -> None:
@@ -139,8 +138,7 @@ def test_beside_an_offloading_connector(name: str, zygote: Zygote, model: Models
         params = prefill(p, longer)
         assert p.loaded_tokens() - before >= 256
         same(name, decode(d, longer, params).result(), expected, "hand-off from P's host memory")
-        for engine in (p, d):
-            all_free(engine)
+        all_free(p, d)
 
 
 @pytest.mark.smoke
@@ -168,8 +166,7 @@ def test_caches_of_fp8(zygote: Zygote, model: Models, tmp_path: Path) -> None:
         assert hand_over(other, d, prompt).finish_reason == "error"
         assert failures(d, "unsupported") == 1
         assert "cache_dtype of the model is" in (tmp_path / "d.log").read_text()
-        for engine in (p, d, other):
-            all_free(engine)
+        all_free(p, d, other)
 
 
 @pytest.mark.smoke
@@ -199,8 +196,7 @@ def test_pictures(zygote: Zygote, model: Models, tmp_path: Path) -> None:
         same(name, decode(d, prompt, params, pictures=(1, 3)).result(), other, "another second picture")
         assert (loads(d), computed(d, "other_prompt")) == (1, 1)
         same(name, decode(d, prompt, params, pictures=(1, 2)).result(), right, "the right ones")
-        for engine in (p, d):
-            all_free(engine)
+        all_free(p, d)
 
 
 @pytest.mark.smoke
@@ -252,5 +248,4 @@ def test_pictures_that_only_p_has_seen(zygote: Zygote, model: Models, tmp_path: 
         assert decode(strict, prompt, params, pictures=(-7,)).result().finish_reason == "error"
         assert failures(strict, "other_prompt") == 1
         same(name, decode(d, prompt, params, pictures=(-7,)).result(), right[1], "a right request")
-        for engine in (p, d, strict):
-            all_free(engine)
+        all_free(p, d, strict)

@@ -53,5 +53,4 @@ def test_engines_with_a_secret(zygote: Zygote, model: Models, tmp_path: Path) ->
         same(name, decode(d, mine, own).result(), without.generate(mine, max_tokens=16).result(), "while it changes")
         (more,) = prompts((name, "more"), [301])
         same(name, hand_over(p, d, more), without.generate(more, max_tokens=16).result(), "afterwards")
-        all_free(p)
-        all_free(d)
+        all_free(p, d)

@@ -29,8 +29,7 @@ def test_a_load_that_needs_nobody_at_p(zygote: Zygote, model: Models, tmp_path: 
         finally:
             p.go_on()
         assert d.sample("vllm:kvhma_lease_checks_total", by="board") == 2
-        all_free(d)
-        all_free(p)
+        all_free(d, p)
 
 
 def test_a_load_while_p_stands_still(zygote: Zygote, model: Models, tmp_path: Path) -> None:
@@ -54,5 +53,4 @@ def test_a_load_while_p_stands_still(zygote: Zygote, model: Models, tmp_path: Pa
         assert log.count("its lease at P is 2 s") == 1
         assert f"{params['remote_host']}:{params['remote_port']} has taken" in log
         assert (d.sample("vllm:kvhma_slow_loads_total"), loads(d)) == (1, 2)
-        all_free(d)
-        all_free(p)
+        all_free(d, p)

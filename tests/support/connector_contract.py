@@ -12,6 +12,8 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvhma.versions import series as two_numbers
+
 
 class Hook(NamedTuple):
     """A member of ``KVConnectorBase_V1`` or ``SupportsHMA``.
@@ -124,7 +126,7 @@ _OWN = re.compile(r"kv_connector/(factory\.py|v1/(?!metrics))|kv_transfer_state|
 
 def hooks(series: str) -> dict[str, Hook]:
     """The hooks that a series of vLLM has."""
-    return {hook.name: hook for hook in HOOKS if _key(hook.since) <= _key(series)}
+    return {hook.name: hook for hook in HOOKS if two_numbers(hook.since) <= two_numbers(series)}
 
 
 def members(*classes: type) -> dict[str, str]:
@@ -181,7 +183,3 @@ def holders(vllm: Path) -> set[str]:
     files = (path for folder in _FOLDERS for path in (vllm / folder).rglob("*.py"))
     named = ((str(path.relative_to(vllm)), path) for path in files)
     return {name for name, path in named if not _OWN.search(name) and _HOLDS.search(path.read_text(encoding="utf-8"))}
-
-
-def _key(series: str) -> tuple[int, ...]:
-    return tuple(map(int, series.split(".")))

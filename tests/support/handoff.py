@@ -117,9 +117,10 @@ def compare(
     print(f"{name}: at most {worst:.2g} nats from the plain engine")
 
 
-def all_free(engine: Engine) -> None:
-    """Wait until an engine holds no request and no block but the null block."""
-    engine.idle(free=engine.state()["all_blocks"] - 1)
+def all_free(*engines: Engine) -> None:
+    """Wait until each engine holds no request and no block but the null block."""
+    for engine in engines:
+        engine.idle(free=engine.state()["all_blocks"] - 1)
 
 
 def loads(engine: Engine) -> int:

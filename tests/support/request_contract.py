@@ -13,6 +13,8 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
+from kvhma.versions import series as two_numbers
+
 ANSWER = "it shapes D's answer, not the caches; D is given it as P was"
 VLLM = "vLLM's own bookkeeping, which does not affect a transfer"
 FRONT = "between vLLM's front end and its engine; a Request has no field for it"
@@ -111,7 +113,7 @@ def listed(cls: str, series: str) -> set[str]:
     names = set(FIELDS[cls])
     if cls == "Request":
         names |= {name for name, what in FIELDS["EngineCoreRequest"].items() if what != FRONT}
-    return {name for name in names if _key(SINCE.get(name, "0.31")) <= _key(series)}
+    return {name for name in names if two_numbers(SINCE.get(name, "0.31")) <= two_numbers(series)}
 
 
 def fields(cls: type) -> set[str]:
@@ -144,7 +146,3 @@ def used(folder: Path) -> set[str]:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "request":
                 found.add(node.attr)
     return {name for name in found if not name.startswith("_")}
-
-
-def _key(series: str) -> tuple[int, ...]:
-    return tuple(map(int, series.split(".")))
