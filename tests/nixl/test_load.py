@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -156,22 +155,3 @@ def test_a_read_that_does_not_end_is_handed_over(ranks: tuple[Rank, Rank, Rank])
         _wait(handles, began + 0.05, 0.05, None)  # type: ignore[arg-type]
     assert time.monotonic() - began >= 0.05
     assert [handle.aborted for handle in handles] == [False, True, True]
-
-
-def test_several_threads_load_at_once(ranks: tuple[Rank, Rank, Rank]) -> None:
-    peers, transfer = moved(*ranks)
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            for _ in range(20):
-                load(ranks[2].agent, peers, transfer)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failures

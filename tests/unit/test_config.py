@@ -17,7 +17,7 @@ import pytest
 from kvhma.errors import ConfigError, GeometryError, LayoutError
 from kvhma.geometry import Shard
 from kvhma.models import Attention, Model, State, models
-from kvhma.models.config import load_json, model_from_config, read_config
+from kvhma.models.config import model_from_config, read_config
 from kvhma.models.config.architectures import ARCHITECTURES
 from kvhma.models.pages import state_bytes
 from kvhma.models.vllm_layout import LayoutOptions, layout
@@ -74,66 +74,6 @@ def test_null_is_the_default_of_the_architecture() -> None:
     one = model_from_config({**NEMOTRON_3_NANO, "mamba_ssm_cache_dtype": None})
     assert one.state is not None
     assert one.state.ssm_dtype == "float32"
-
-
-TINY = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "dtype": "bfloat16"}
-LIVE: dict[str, tuple[dict[str, Any], list[list[int]], int, int]] = {
-    "nemotron_h": (
-        {
-            "hybrid_override_pattern": "M*M-M*",
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 32,
-            "ssm_state_size": 32,
-            "n_groups": 2,
-            "conv_kernel": 4,
-        },
-        [[0, 4], [2], [1, 5]],
-        160,
-        40960,
-    ),
-    "qwen3_next": (
-        {
-            "num_hidden_layers": 8,
-            "head_dim": 64,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
-        },
-        [[0, 4], [1, 5], [2, 6], [3, 7]],
-        160,
-        81920,
-    ),
-    "gemma3_text": (
-        {
-            "num_hidden_layers": 7,
-            "layer_types": ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
-            "sliding_window": 64,
-        },
-        [[0], [1], [2], [3], [4], [6], [5]],
-        32,
-        8192,
-    ),
-    "gpt_oss": ({"num_hidden_layers": 4, "sliding_window": 64}, [[0, 2], [1, 3]], 32, 8192),
-    "llama": ({"num_hidden_layers": 3}, [[0, 1, 2]], 32, 8192),
-    "deepseek_v2": ({"num_hidden_layers": 3, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, [[0, 1, 2]], 16, 18432),
-}
-"""What vLLM 0.32 reported of tiny models: layers of its groups, tokens of a block, bytes of a page."""
-
-
-@pytest.mark.parametrize("model_type", LIVE)
-def test_as_live_engines_reported(model_type: str) -> None:
-    """On a CPU vLLM keeps the state of a gated delta net in float32, for every configuration."""
-    form, groups, block, page = LIVE[model_type]
-    one = model_from_config({**TINY, "model_type": model_type, **form}, ssm_dtype="float32")
-    # Its CPU build asks for blocks of 32 tokens, and of 16 for a latent.
-    found = layout(one, LayoutOptions(num_blocks=2, block_size=16 if model_type == "deepseek_v2" else 32))
-    members = [
-        [int(y.name.split(".")[2]) for y in found.layers if y.group == index] for index in range(len(found.groups))
-    ]
-    assert members == groups
-    assert {group.block_size for group in found.groups if group.kind != "ssm"} == {block}
-    assert {layer.block_stride for layer in found.layers} == {page}
 
 
 def test_half_precision_checkpoint() -> None:
@@ -483,28 +423,6 @@ def test_other_refusals(form: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         model_from_config(form)
     assert text in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (b"", "not JSON"),
-        (b"{", "not JSON"),
-        (b"[1]", "a list, expected"),
-        (b"\xff{", "not JSON"),
-        (b"[" * 10**5, "not JSON"),
-    ],
-)
-def test_invalid_files(content: bytes, text: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=text):
-        load_json(path)
-
-
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
-        read_config(tmp_path)
 
 
 # --- against the classes of the models themselves --------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 
-from kvhma.errors import RequestError, TransferError
+from kvhma.errors import RequestError
 from kvhma.nixl import library as library_module
 from kvhma.nixl.library import PROGRESS_DELAY_US, AgentOptions, import_nixl, open_nixl, takes_strided
 
@@ -170,12 +170,6 @@ def test_threads_by_backend():
     assert open_nixl("A", AgentOptions(backends=("POSIX",))).options == {"POSIX": {}}
     with pytest.raises(RequestError, match=r"num_threads is 4, but no backend of \['POSIX'\] has such an option"):
         open_nixl("A", AgentOptions(backends=("POSIX",), num_threads=4))
-
-
-def test_a_backend_without_a_plugin():
-    with pytest.raises(TransferError, match=r"no plugin for \['NOPE'\]; it has \['UCX'"):
-        open_nixl("A", AgentOptions(backends=("UCX", "NOPE")))
-    assert not Api.made[0].backends
 
 
 @pytest.mark.parametrize(

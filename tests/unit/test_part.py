@@ -90,14 +90,6 @@ def _neighbours(spans: tuple[Span, ...]) -> int:
     return sum(after == block + 1 for block, after in pairwise(used))
 
 
-def test_neighbours_stay_neighbours() -> None:
-    case = real("gemma-3-27b", 700)
-    spans = tuple(Span(0, [40 + 100 * at, 41 + 100 * at, 7]) for at in range(7))
-    (small, *_) = part._numbered_anew(replace(case, local_spans=spans)).local_spans
-    assert small.ids == [4, 5, 2]  # 7, then a gap, then 40 and 41
-    assert part._names([0, 1, 5, 6, 9]) == {0: 0, 1: 1, 5: 3, 6: 4, 9: 6}
-
-
 class Broken:
     """Plans, but reads the first block one byte too late."""
 

@@ -6,15 +6,9 @@ from __future__ import annotations
 import dataclasses
 import random
 from concurrent.futures import Future
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
-from faults.run import LinkedSlot
-from soak.fleet import Fleet, Slot
-from soak.journal import Journal, read_lines
 from soak.judge import (
     MEMORY,
     Outcome,
@@ -125,35 +119,3 @@ def test_a_leak_is_found_and_noise_is_not(minutes: int, smallest: int) -> None:
     found = growth_beyond(MEMORY, process(smallest, 60 * minutes))
     assert found is not None
     assert found.startswith("resident memory grew by ")
-
-
-@pytest.mark.parametrize("slot_of", [Slot, LinkedSlot], ids=["soak", "faults"])
-def test_an_engine_that_ends_by_itself_fails_the_run(
-    slot_of: type[Slot], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if its transport ended it, and if its front end outlives its core."""
-    words = "[vm:1:0:2] ucp_request.inl:356  Fatal: unexpected error: Endpoint timeout"
-    log, journal = tmp_path / "p1-1.log", Journal(tmp_path / "journal")
-    log.write_text(f"INFO ready\n{words}\n")
-    slot = slot_of("p1", cast("Any", None), journal, None, cast("Any", None), ())
-    slot.engine = cast("Any", SimpleNamespace(alive=True, pids=lambda: [1], log=log))
-    names = {1: "front end"}
-    monkeypatch.setattr("soak.fleet.process_name", names.get)
-    monkeypatch.setattr(slot_of, "do", lambda self, event, stop: started.append(event.kind))
-    fleet, started = Fleet([slot], cast("Any", None), journal), []
-    slot.up.set()
-    fleet.look_for_crashes()
-    assert started == [], "an event ends it"
-    slot.meant_to_end = False
-    names[1] = "VLLM::EngineCore"
-    fleet.look_for_crashes()
-    assert started == [], "it runs"
-    names[1] = "front end"
-    fleet.look_for_crashes()
-    fleet.settle()
-    assert started == ["kill"], "its next life"
-    journal.close()
-    lines = read_lines(tmp_path / "journal")
-    crashes = [line["text"] for line in lines if line["what"] == "crash"]
-    assert crashes == [f"p1, life 0, ended by itself, see p1-1.log: {words}"]
-    assert Tally.of(lines).failed
