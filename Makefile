@@ -135,7 +135,7 @@ dist: $(RELEASE)/.ready ## build what is published into dist/: the sdist, and fr
 wheel-test: dist ## install the wheel of `make dist` into a fresh environment and use it there; check its metadata
 	$(RELEASE)/bin/$(PIP) --group release
 	$(RELEASE)/bin/python -m twine check --strict dist/*
-	$(RELEASE)/bin/python tools/wheel_test.py dist/*.whl $(wildcard $(E2E)/bin/python)
+	$(RELEASE)/bin/python tools/wheel_test.py dist/*.whl
 
 # cargo-deny reads RustSec's database on GitHub, pip-audit asks osv.dev: both need the network. Without --strict
 # pip-audit succeeds if it can look up no package. No pipes: the shell would lose the exit code of the first command.
@@ -251,11 +251,10 @@ rolling: dev ## engines of every two versions of vLLM hand over to each other (s
 e2e-environment: $(E2E)/.ready
 
 .PHONY: audit
-audit: build $(E2E)/.ready ## what vLLM's connectors ask of NIXL and Mooncake, judged: benches/audit and docs/audit-results.md (ROW=name for some of it; VLLM=0.33.0)
+audit: build $(E2E)/.ready ## what vLLM's connectors ask of NIXL and Mooncake, judged: benches/audit (ROW=name for some of it; VLLM=0.33.0)
 	mkdir -p $(REPORTS)/audit
 	PYTHONPATH=python:tests:tools $(E2E)/bin/python -m audit --trace $(REPORTS)/audit $(if $(ROW),--only $(ROW),\
 		--results $(if $(filter $(DEFAULT_VLLM),$(VLLM)),benches/audit/results.md,$(REPORTS)/audit.md))
-	$(if $(ROW),,PYTHONPATH=tools $(E2E)/bin/python -m audit.summary)
 
 # A run of its own, not a test: it takes as long as it is told to and says what it found in .reports/soak.
 .PHONY: soak

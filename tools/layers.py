@@ -76,7 +76,6 @@ PICTURES = {
 `__init__` is low in the package because importing any part of it runs it: it may not bring in the heavy parts.
 """
 
-
 BINDINGS = "rust/py/src"
 _IMPORT = re.compile(r"\bimport\((?:\s*py\s*,)?\s*\"(kvhma[.\w]*)\"")
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from marks import Marks
+from marks import put
 
 from kvhma.vllm.loads import load_machine
 
@@ -53,8 +53,7 @@ def filled(page: str) -> str:
         "load events": named("event", load_machine.LoadEvent),
         "load effects": named("effect", load_machine.LoadEffect),
     }.items():
-        marks = Marks(PAGE.name, f"<!-- {name}: made by tools/machines.py -->", f"<!-- end of {name} -->")
-        page = marks.filled(page, f"\n{text}\n")
+        page = put(page, name, "tools/machines.py", text)
     return page
 
 

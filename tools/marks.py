@@ -1,26 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables that a program writes into a page, between two comments that name the program."""
 
-from __future__ import annotations
 
-from typing import NamedTuple
+def put(page: str, name: str, program: str, text: str) -> str:
+    """Return a page with another text between the comments of a table.
 
-
-class Marks(NamedTuple):
-    """Where a program writes: between these two lines of a page, whose name is for errors."""
-
-    page: str
-    begin: str
-    end: str
-
-    def filled(self, page: str, text: str) -> str:
-        """Return a page with another text between the marks.
-
-        Raises:
-            ValueError: the page has no such marks.
-        """
-        before, begin, rest = page.partition(self.begin)
-        _, end, after = rest.partition(self.end)
-        if not (begin and end):
-            raise ValueError(f"{self.page} has no line {self.begin!r} followed by {self.end!r}")
-        return f"{before}{begin}\n{text}\n{end}{after}"
+    Raises:
+        ValueError: the page has no such comments.
+    """
+    begin, end = f"<!-- {name}: made by {program} -->", f"<!-- end of {name} -->"
+    before, found, rest = page.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not (found and ended):
+        raise ValueError(f"the page has no line {begin!r} followed by {end!r}")
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from marks import Marks
+from marks import put
 
 from kvhma.vllm.config.settings import rows
 
 PAGE = Path(__file__).parents[1] / "docs" / "vllm-settings.md"
-MARKS = Marks(PAGE.name, "<!-- settings: made by tools/settings.py -->", "<!-- end of settings -->")
 
 
 def table() -> str:
@@ -29,7 +28,7 @@ def filled(page: str) -> str:
     Raises:
         ValueError: it has no place for the table.
     """
-    return MARKS.filled(page, f"\n{table()}\n")
+    return put(page, "settings", "tools/settings.py", table())
 
 
 if __name__ == "__main__":

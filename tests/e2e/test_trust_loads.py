@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads while P stands still."""
+"""Loads while P is stopped."""
 
 from __future__ import annotations
 

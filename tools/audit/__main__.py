@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(rows: Sequence[Row], folder: Path | None, results: Path | None) -> int:
     """Record and judge some rows; write their traces and the table."""
     # Import vLLM only after the environment is set.
-    from audit.verdicts import judged, lines, table
+    from audit.verdicts import judged, table
 
     warnings.simplefilter("ignore")
     # Servers and sockets of a connector log when they are closed. Causes of failed loads are collected elsewhere.
@@ -48,8 +48,6 @@ def run(rows: Sequence[Row], folder: Path | None, results: Path | None) -> int:
         verdict = judged(row, folder)
         found.append(verdict)
         print(f"{number}/{len(rows)} {verdict.outcome:<12} {row.name} {verdict.text}", file=sys.stderr, flush=True)
-    if folder is not None:
-        (folder / "verdicts.jsonl").write_text(lines(found), encoding="utf-8")
     if results is not None:
         for connector in dict.fromkeys(one.row.connector for one in found):
             page = results if connector == "pull" else results.with_stem(f"{results.stem}-{connector}")

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,12 +89,6 @@ def _line(text: str) -> str:
     return text if len(text) <= 220 else f"{text[:217]}..."
 
 
-def lines(found: Sequence[Verdict]) -> str:
-    """Return the result of each row as JSON lines, for the page that compares versions."""
-    forms = ({"row": one.row.name, "verdict": one.outcome, "text": one.text, "numbers": _numbers(one)} for one in found)
-    return "".join(json.dumps(form) + "\n" for form in forms)
-
-
 def table(found: Sequence[Verdict]) -> str:
     """Return the page of a connector."""
     example = next((one.row.name for one in found if one.outcome == "wrong"), found[0].row.name)
@@ -106,6 +99,9 @@ def table(found: Sequence[Verdict]) -> str:
         who="D reads from P" if connector == "pull" else "P writes to D",
     )]  # fmt: skip
     outcomes = {one.row.name: one.outcome for one in found}
+    counts = Counter(outcomes.values())
+    total = ", ".join(f"{counts[verdict]} are {verdict}" for verdict in ("right", "wrong", "refused"))
+    lines += [f"Of {counts.total()} hand-offs {total}.", ""]
     return "\n".join([*lines, "## What is not right", "", *_causes(found), "", *all_rows(outcomes)]) + "\n"
 
 
@@ -141,17 +137,3 @@ def _causes(found: Sequence[Verdict]) -> list[str]:
 
 def _general(text: str) -> str:
     return re.sub(r"\d[\d,]*", "n", text)
-
-
-def _numbers(one: Verdict) -> tuple[str, ...]:
-    """Return what all ranks of D together post, and what kvhma's plans post for the same request."""
-    if not one.ranks or any(rank.outcome == "refused" for rank in one.ranks):
-        return ("", "", "", "", "")
-    planned = [rank.planned for rank in one.ranks if rank.planned is not None and not rank.planned.refusal]
-    own = ("refuses", "") if len(planned) < len(one.ranks) else (
-        f"{sum(plan.descriptors for plan in planned):,}", f"{sum(plan.bytes for plan in planned):,}"
-    )  # fmt: skip
-    rows, joined, total = (
-        sum(getattr(rank, name) for rank in one.ranks) for name in ("descriptors", "joined", "bytes")
-    )
-    return f"{rows:,}", f"{joined:,}", own[0], f"{total:,}", own[1]
