@@ -186,12 +186,6 @@ def test_an_empty_read_notifies(pair):
     assert wait_for_notifications(pair.p, 1) == [("D", b"nothing to read")]
 
 
-def test_notifications_take_any_bytes(pair):
-    message = bytes(range(256)) * 40
-    pair.d.notify(pair.peers[pair.d], message)
-    assert wait_for_notifications(pair.p, 1) == [("D", message)]
-
-
 def test_registered_once(pair):
     before = pair.d._session.open().get_agent_metadata()
     pair.d.register(flat_geometry(pair.target))

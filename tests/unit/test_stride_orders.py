@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Shard
-from kvhma.models.stride_orders import PAGE_ORDERS, Order, stride_axes
+from kvhma.models.stride_orders import Order, stride_axes
 
 # With a page that stays contiguous, as the hybrid allocator needs under a state; and with kernel blocks like blocks.
 PACKED = {
@@ -45,10 +45,6 @@ def test_where_kernel_blocks_and_k_and_v_go(order: str) -> None:
         found = tuple(stride_axes(order, kv, kernel_blocks_in_page=inside) for inside in (True, False))
         assert found == table[order]
     assert stride_axes(order, "apart", kernel_blocks_in_page=False) == APART[order]
-
-
-def test_orders_with_contiguous_pages() -> None:
-    assert PAGE_ORDERS == ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 
 
 def test_default_stride_of_kernel_blocks() -> None:
