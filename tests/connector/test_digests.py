@@ -6,11 +6,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import pickle
 import random
 import re
 import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -27,20 +28,24 @@ from kvhma.geometry import Axis, Geometry, Group, Page, Part, Region, Span
 from kvhma.nixl import Agent, key_hash
 from kvhma.oracle import fill_source
 from kvhma.vllm.config.engine_facts import EngineFacts
+from kvhma.vllm.config.rooms import WITHOUT_SETTING
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.device.memory import DeviceMemory
 from kvhma.vllm.failures import Failure
 from kvhma.vllm.holds import lease_table
 from kvhma.vllm.holds.lease_table import LeaseTable
 from kvhma.vllm.loads import decode
-from kvhma.vllm.metadata import LoadDigest, LocalWorkerIdentity, WorkerReport
+from kvhma.vllm.metadata import LocalWorkerIdentity, ReadCommand, StepMetadata, WorkerReport
+from kvhma.vllm.options.digests import worker as digests_worker
+from kvhma.vllm.options.digests.sums import NAME, RankSums, ReportedSums, StepDigests
+from kvhma.vllm.options.digests.wire_form import read_digest, write_digest
+from kvhma.vllm.options.digests.worker import Summing
 from kvhma.vllm.peers.worker_context import WorkerContext
-from kvhma.vllm.reads import read_steps
-from kvhma.vllm.reads.digests import LoadSums, Summing
+from kvhma.vllm.reads import results
+from kvhma.vllm.reads.active_read import ActiveRead
 from kvhma.vllm.reads.results import LoadResults
 from kvhma.vllm.scheduler import KvhmaScheduler
 from kvhma.vllm.telemetry.stats import TransferStats
-from kvhma.vllm.wire.digest_form import read_digest, write_digest
 from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey, PrefillParams
 from kvhma.vllm.wire.proofs import new_agent_key
 from kvhma.vllm.wire.secrets import Secrets
@@ -68,6 +73,10 @@ def geometry(base: int, index: int, size: int) -> Geometry:
     return rank(base, GROUPS, [*layers, ("d", 3, state(4, size, index))], blocks=64, tp=(index, size))
 
 
+def options_of(settings: Settings) -> tuple[str, ...]:
+    return (*WITHOUT_SETTING, *([NAME] if settings.content_digests else []))
+
+
 class Rank:
     """A worker and its memory."""
 
@@ -83,7 +92,15 @@ class Rank:
         self.board, extra = board_of(self.agent, public)
         self.hello = LocalWorkerIdentity(self.agent.handshake_payload(self.geometry, extra), self.private)
         context = WorkerContext(
-            settings, Secrets(), "d", IDENTITY, self.geometry, self.agent, rank=index, board=self.board
+            settings,
+            Secrets(),
+            "d",
+            IDENTITY,
+            self.geometry,
+            self.agent,
+            rank=index,
+            board=self.board,
+            options=options_of(settings),
         )
         self.worker = KvhmaWorker(context, DeviceMemory(self.geometry, {"all": torch.from_numpy(self.buffer)}))
         self.worker.be_ready()
@@ -110,6 +127,7 @@ class Engine:
             recompute=True,
             host_staged=False,
             transfer_groups=(0, 1, 2, 3),
+            options=options_of(read),
         )
         self.scheduler = KvhmaScheduler(read, Secrets(), facts)
         self.scheduler.context.manager = manager()
@@ -306,7 +324,7 @@ def test_a_digest_may_be_later_than_one_reply(engines: Any) -> None:
     p = engines(1, content_digests="all", handshake_timeout=0.5)
     d = engines(1, content_digests="all", handshake_timeout=0.5)
     handed_off = prefill(p)
-    late = threading.Timer(1.0, lambda: until(lambda: p.step() or not p.scheduler.prefill.digests.is_waiting))
+    late = threading.Timer(1.0, lambda: until(lambda: p.step() or not is_summing(p)))
     late.start()
     try:
         assert loads(d, handed_off), d.failures
@@ -314,16 +332,32 @@ def test_a_digest_may_be_later_than_one_reply(engines: Any) -> None:
         late.join()
 
 
-def test_a_p_that_does_not_answer_does_not_prolong_the_wait() -> None:
+def is_summing(p: Engine) -> bool:
+    return any(room.needs_step() for room in p.scheduler.context.rooms)
+
+
+class SilentQuestion:
+    """A question that P does not answer."""
+
+    open = True
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def poll(self) -> bool:
+        return False
+
+    def fileno(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.usefixtures("no_retries")
+def test_a_p_that_does_not_answer_does_not_prolong_the_wait(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """P may answer that it has no digest yet, and then keep the last question open for twice a timeout more."""
-    load: Any = SimpleNamespace(remote=SimpleNamespace(lease_key=LeaseKey("at p", 1)))
-    read: Any = SimpleNamespace(question=(SimpleNamespace(poll=lambda: False), 0), sums=None)
-    assert not read_steps._is_answered(read)
-    read.sums = LoadSums(load, Future(), 100.0)
-    assert not read_steps._is_answered(read)
-    read.sums = LoadSums(load, Future(), -1.0)
-    with pytest.raises(DigestError, match="does not have it"):
-        read_steps._is_answered(read)
+    monkeypatch.setattr(digests_worker, "LeaseQuestion", SilentQuestion)
+    p, d = engines(1, content_digests="all"), engines(1, content_digests="all", handshake_timeout=0.5)
+    assert not loads(d, prefill(p), p)
+    assert "does not have it" in d.failures["r"].text
 
 
 @pytest.mark.usefixtures("no_retries")
@@ -372,69 +406,79 @@ def test_digests_that_an_answer_has_no_room_for_come_with_another(monkeypatch: p
     leases.note_content(LeaseKey("gone", 1), b"")  # its lease has ended meanwhile
 
 
+@pytest.mark.parametrize("fails_first", [True, False])
 @pytest.mark.usefixtures("no_retries")
-def test_one_rank_that_fails_keeps_no_other_waiting(engines: Any) -> None:
+def test_one_rank_that_fails_keeps_no_other_waiting(engines: Any, fails_first: bool) -> None:
     p, d = engines(1, content_digests="all"), engines(2, content_digests="all")
     begin(d, prefill(p))
-    d.ranks[0].worker.start_loads(d.scheduler.on_step(STEP))
-    d.report(WorkerReport({"r": Failure("transfer", "lost", transient=True)}), set(), set())
-    metadata = d.scheduler.on_step(STEP)
-    assert metadata.verdicts == {"r": None}
-    d.ranks[0].worker.start_loads(metadata)
-    until(lambda: "r" in d.ranks[0].worker.collect(idle=True)[0], p.step)
+    worker, received, failure = d.ranks[0].worker, set(), Failure("transfer", "lost", transient=True)
+    summed: list[str] = []
+
+    def step() -> None:
+        worker.start_loads(d.scheduler.on_step(STEP))
+        ended, report = worker.collect(idle=True)
+        received.update(ended)
+        summed.extend(report.extras.get(NAME, ()))
+        d.report(report, set(), set())
+        p.step()
+
+    if not fails_first:
+        until(lambda: summed, step)
+    d.report(WorkerReport({"r": failure}), set(), set())
+    until(lambda: received, step)
+    assert (received, summed) == ({"r"}, ["r"])
 
 
-LOAD = SimpleNamespace(request_id="r", optional=False, piece=0, remote=SimpleNamespace(lease=30.0))
+@pytest.mark.parametrize("verdict", [None, DigestError("other bytes")])
+def test_a_load_that_was_summed_waits_for_its_verdict(engines: Any, verdict: DigestError | None) -> None:
+    worker = engines(1, content_digests="all").ranks[0].worker
+    (room,) = (room for room in worker._rooms if isinstance(room, digests_worker.Room))
+    load: Any = SimpleNamespace(request_id="r")
+    read = ActiveRead(load, 0.0, extras={NAME: RankSums(nothing(4))})
+    waiting = room.judge(read)
+    next(waiting)
+    _, report = worker.collect(idle=False)
+    assert report.extras == {NAME: {"r": RankSums(nothing(4))}}
+    for judged in ({"unknown": verdict}, {"r": verdict}):
+        next(waiting)
+        room.on_step(StepMetadata(extras={NAME: StepDigests([], judged)}))
+    with pytest.raises(DigestError, match="other bytes") if verdict else contextlib.nullcontext():
+        assert list(waiting) == []
 
 
-@pytest.mark.parametrize("verdict", [None, Failure("digest", "other bytes", transient=True)])
-@pytest.mark.parametrize("early", [True, False])
-def test_a_verdict_may_come_first_or_last(early: bool, verdict: Failure | None) -> None:
-    results = LoadResults()
-    results.expect([LOAD])  # type: ignore[list-item]
-    if early:
-        results.judge({"r": verdict})
-    results.ask_verdict("r", {0: 3}, LoadDigest(1, nothing(4), nothing(4)))
-    if not early:
-        assert results.take_results()[0] == set()
-        results.judge({"r": verdict, "unknown": None})
-    ended, report = results.take_results()
-    assert ended == {"r"}
-    assert report.failures == ({} if verdict is None else {"r": verdict})
-    assert results.unreported() == 0
-
-
-def test_a_verdict_of_a_load_that_fails_is_forgotten() -> None:
-    """Another rank has failed first, so the scheduler has nothing to compare."""
-    results = LoadResults()
-    results.expect([LOAD])  # type: ignore[list-item]
-    results.judge({"r": None})
-    results.fail_load("r", Failure("transfer", "lost", transient=True))
-    assert (results.take_results()[0], results._verdicts) == ({"r"}, {})
+def test_a_step_does_not_wait_for_a_load_that_needs_another_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "_NEXT_READ_SECONDS", 30.0)
+    of_worker, load = LoadResults(), ReadCommand("r", None, 1, 1, 0, (), None)  # type: ignore[arg-type]
+    of_worker.expect([load])
+    of_worker.need_step("r")
+    began = time.monotonic()
+    of_worker.wait()
+    assert time.monotonic() - began < 10
+    of_worker.fail_load("r", Failure("transfer", "lost", transient=True))
+    assert not of_worker._need_step, "the next load of this name is awaited"
 
 
 def test_sums_of_ranks_that_cannot_be_added_end_the_load() -> None:
     """D does not wait for a rank that has already sent an unusable sum."""
     full = ("full", 0)
     one, other = (ContentDigest(tokens, 1, {(full, 0): (1, 2)}, {full: 0}) for tokens in (40, 39))
-    joined = LoadDigest(7, one, one).joined(LoadDigest(7, one, other))
+    joined = RankSums(one, prefill=one).joined(RankSums(other, prefill=one))
     assert joined.ranks == 2
     with pytest.raises(UnsupportedPairError, match="cannot be compared"):
-        differences(joined.prefill, joined.decode, 7)
+        differences(one, joined.digest, 7)
 
 
 def test_reports_of_ranks_are_joined() -> None:
     def report(value: int) -> WorkerReport:
         sums = nothing(4)
-        return WorkerReport(
-            digests={"r": LoadDigest(1, sums, sums)}, prefill_digests={LeaseKey("k", value % 2): (sums, 1)}
-        )
+        of_ranks = {"r": RankSums(sums), LeaseKey("k", value % 2): RankSums(sums)}
+        return pickle.loads(pickle.dumps(WorkerReport(extras={NAME: ReportedSums(of_ranks)})))
 
     joined = report(0).aggregate(report(1)).aggregate(report(2))
-    assert joined.digests["r"].ranks == 3
-    assert {key.generation: ranks for key, (_, ranks) in joined.prefill_digests.items()} == {0: 2, 1: 1}
-    other = WorkerReport(digests={"r": LoadDigest(1, nothing(5), nothing(5))})
-    assert joined.aggregate(other).digests["r"].ranks == 4, "D does not wait for a rank whose sum cannot be added"
+    counted = {key: sums.ranks for key, sums in joined.extras[NAME].items()}
+    assert counted == {"r": 3, LeaseKey("k", 0): 2, LeaseKey("k", 1): 1}
+    other = WorkerReport(extras={NAME: ReportedSums({"r": RankSums(nothing(5))})})
+    assert joined.aggregate(other).extras[NAME]["r"].ranks == 4, "D waits for no rank whose sum cannot be added"
 
 
 def test_the_settings() -> None:
@@ -445,17 +489,13 @@ def test_the_settings() -> None:
             Settings.read({"content_digests": wrong})
 
 
-def summing(one: Geometry, caches: dict[str, torch.Tensor]) -> Summing:
-    return Summing(one, DeviceMemory(one, caches), 1, LoadResults().stats)
-
-
 def test_caches_that_cannot_be_summed_are_refused_at_start() -> None:
     cache = torch.zeros(1 << 12, dtype=torch.uint8)
     axes = (Axis("groups", 2, 8, 0, 1, may_repeat=True), Axis("tokens", 4, 2), Axis("content", 2, 1))
     page = Page((Part("kv", "uint8", 1, 0, axes),))
     one = rank(cache.data_ptr(), [Group("full", 4)], [("a", 0, page)], blocks=4, tp=(0, 2))
     with pytest.raises(GeometryError, match="may repeat"):
-        summing(one, {"a": cache}).check()
+        Summing(one, DeviceMemory(one, {"a": cache}), 1, LoadResults().stats)
 
 
 def test_tensors_and_arrays_have_the_same_sums() -> None:

@@ -26,7 +26,7 @@ from kvhma.vllm.connector import _make_board
 from kvhma.vllm.holds import lease_table
 from kvhma.vllm.holds.lease_boards import LeaseBoards
 from kvhma.vllm.holds.lease_table import LeaseTable
-from kvhma.vllm.metadata import StepMetadata, WorkerReport
+from kvhma.vllm.metadata import WorkerReport
 from kvhma.vllm.peers import board_reader
 from kvhma.vllm.peers.board_reader import BoardMemory
 from kvhma.vllm.peers.client import Client
@@ -44,7 +44,7 @@ from kvhma.vllm.wire.messages import Finish, Outcome, Renew
 from kvhma.vllm.wire.params import LeaseClaim, LeaseKey
 from support.leases import Clock
 from support.waiting import HANG_SECONDS, until
-from support.workers import DIGEST, PAGE, PAGES, Decode, Prefill, counted, load
+from support.workers import DIGEST, PAGE, PAGES, Decode, Prefill, counted
 
 FIRST = OWNER_BYTES + MARK_BYTES
 ROOM = (BOARD_BYTES - FIRST) // MARK_BYTES
@@ -353,14 +353,6 @@ def test_more_leases_than_the_board_has_room_for(p, d, asked):
         p.remote(f"other {number}", [1])
     assert not is_verified(d, p)
     assert asked == [1]
-
-
-def test_digests_are_asked_for(p, d, asked):
-    remote = p.remote("r", [2])._replace(content_seed=5)
-    p.leases.note_content(remote.lease_key, b"other")
-    d.worker.start_loads(StepMetadata([load("r", remote, [5])]))
-    until(lambda: asked)
-    assert d.worker.collect(idle=False)[1].verified_by_board == set()
 
 
 def looked_at(d, p):

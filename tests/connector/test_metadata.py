@@ -15,7 +15,7 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 
 from kvhma.geometry import Span
 from kvhma.vllm.failures import Failure
-from kvhma.vllm.metadata import DigestOrder, ReadCommand, StepMetadata, WorkerReport
+from kvhma.vllm.metadata import ReadCommand, StepMetadata, WorkerReport
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, Prefix
 
@@ -66,7 +66,6 @@ def plain(value: Any) -> Any:
 
 @pytest.mark.parametrize("again", [lambda one: pickle.loads(pickle.dumps(one)), copy.copy, copy.deepcopy])
 def test_orders_of_a_step_come_as_they_were_given(again):
-    key = LeaseKey("p", 1)
     given = StepMetadata(
         LOADS,
         {"r": "why"},
@@ -74,8 +73,6 @@ def test_orders_of_a_step_come_as_they_were_given(again):
         [((Span(0, [1]),), (Span(0, [2]),))],
         idle=True,
         step=5,
-        digests=[DigestOrder(key, 1, 2, (Span(0, [3]),))],
-        verdicts={"v": Failure("digest", "text", transient=True), "w": None},
         extras={"option": (EXTRA,)},
     )
     got = again(given)

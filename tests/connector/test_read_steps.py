@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvhma.errors import HandshakeTimeoutError, PeerLostError, TransferError
 from kvhma.vllm.reads import read_steps
 from kvhma.vllm.reads.active_read import ActiveRead, ReadState, required
 from kvhma.vllm.reads.read_parts import ReadPart
-from kvhma.vllm.reads.read_steps import ReadSteps
+from kvhma.vllm.reads.read_steps import ReadSteps, wait_in
 
 POLLS = 3
 """How often the read looks at some work until it is over."""
@@ -27,7 +28,7 @@ STORIES = {
     "unknown engine": f"QUEUED CONNECTING {BEGIN} PERMUTING CHECKING {END}",
     "piece": f"{BEGIN} PERMUTING {END}",
     "asked": f"{BEGIN} PERMUTING CHECKING ASKED {END}",
-    "digests": f"{BEGIN} PERMUTING CHECKING ASKED CHECKING ASKED SUMMING {END}",
+    "option": f"{BEGIN} PERMUTING CHECKING COPYING INSPECTING JUDGING REPORTED",
     "lost once": f"{BEGIN} {AGAIN} PERMUTING CHECKING {END}",
     "lost twice": f"{BEGIN} {AGAIN} {AGAIN} PERMUTING CHECKING {END}",
 }
@@ -67,7 +68,7 @@ class World:
         self.wrong: list[str] = []
         self.held: list[str] = []
         self.states = ["QUEUED"]
-        self.place_polls = self.planned = self.answers = 0
+        self.place_polls = self.planned = 0
         memory: Any = SimpleNamespace(
             take_places=self.take_places,
             zero=lambda *_: self.launch("zero"),
@@ -81,16 +82,15 @@ class World:
             stats=SimpleNamespace(count=lambda *_: None),
             cases=SimpleNamespace(save_failed_load=lambda *_: self.call("case")),
             succeed_load=lambda *_, **__: self.report("succeeded"),
-            ask_verdict=lambda *_: self.report("succeeded"),
             fail_load=lambda *_: self.report("failed"),
             end_piece=lambda _, error: self.report("succeeded" if error is None else "failed"),
         )
-        context: Any = SimpleNamespace(geometry=None)
-        steps: Any = ReadSteps(context, memory, engines, results, context)
-        steps._planned, steps._handle, steps._sums = self.plan, self.post, self.sums
+        context: Any = SimpleNamespace(geometry=None, rooms=(self,) if story == "option" else ())
+        steps: Any = ReadSteps(context, memory, engines, results)
+        steps._planned, steps._handle = self.plan, self.post
         steps._permute = lambda _: self.launch("permute")
         self.steps: ReadSteps = steps
-        remote = SimpleNamespace(content_seed=1 if story == "digests" else None, incarnation=None)
+        remote = SimpleNamespace(incarnation=None)
         command: Any = SimpleNamespace(request_id="r", spans=(), piece=story == "piece", remote=remote)
         self.read = ActiveRead(command, 0.0)
 
@@ -142,38 +142,28 @@ class World:
         is_lost = part.source == 1 and self.calls.count("post 1") <= LOST.get(self.story, 0)
         return self.work(TransferError("cut off") if is_lost else None)
 
-    def sums(self, _: ActiveRead) -> Any:
-        self.call("sum")
+    def inspect(self, read: ActiveRead) -> Iterator[None]:
+        """As an option whose thread looks at the places."""
+        self.call("inspect")
+        read.state = ReadState.INSPECTING
         work = self.work()
+        while not work.query():
+            yield
 
-        class Sums:
-            """D's digest takes longer than both of P's answers."""
-
-            @property
-            def is_running(self) -> bool:
-                return not work.query()
-
-            def result(self) -> object:
-                return "digest" if work.query() else None
-
-            def check_deadline(self) -> None:
-                """P is in time."""
-
-            def take_prefill_digest(self, content: int) -> bool:
-                return content > 1
-
-        return Sums()
+    def judge(self, read: ActiveRead) -> Iterator[None]:
+        """As an option that waits for the scheduler."""
+        self.call("judge")
+        self.expect("an option still waits, and holds something", is_right=not self.held)
+        work = Work()
+        yield from wait_in(read, ReadState.JUDGING, lambda _: work.query())
 
     def ask(self) -> Any:
         work = Work()
-        self.answers += 1
 
         def check(*_: object) -> None:
             self.call("held")
 
-        return SimpleNamespace(
-            poll=work.query, check=check, content=lambda _: self.answers, close=lambda: self.call("close")
-        )
+        return SimpleNamespace(poll=work.query, check=check, close=lambda: self.call("close"))
 
     def release(self, name: str) -> None:
         self.expect(f"{name} released, and something may write", is_right=not self.is_busy)
@@ -197,7 +187,7 @@ class World:
         elif read.state is ReadState.CONNECTING:
             read.handshakes += 1
             read.state = ReadState.QUEUED
-        elif read.state is ReadState.CHECKING and self.story in ("asked", "digests"):
+        elif read.state is ReadState.CHECKING and self.story == "asked":
             read.question = self.ask(), 0
         elif read.state is ReadState.CHECKING:
             self.calls.append("board")
@@ -257,7 +247,7 @@ def test_an_error_of_each_call(story: str) -> None:
         world = World(story, (call, RuntimeError("strikes"))).run()
         world.has_failed()
         assert str(world.read.error) == "strikes"
-        assert "case" in world.calls or call.startswith(("release", "close", "report"))
+        assert "case" in world.calls or call.startswith(("release", "close", "judge", "report"))
 
 
 @pytest.mark.parametrize("story", STORIES)

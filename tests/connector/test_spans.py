@@ -64,7 +64,7 @@ def times(now: float, **more: Any) -> LoadTimes:
 
 
 def room(rank: int = 0, counted: Counted | None = None) -> Room:
-    return Room(SimpleNamespace(rank=rank), SimpleNamespace(stats=counted or Counted()))  # type: ignore[arg-type]
+    return Room(SimpleNamespace(rank=rank), None, SimpleNamespace(stats=counted or Counted()))  # type: ignore[arg-type]
 
 
 def made(exported: InMemorySpanExporter, of: LoadTimes, rank: int = 0) -> dict[str, Any]:

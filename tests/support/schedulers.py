@@ -62,7 +62,11 @@ def scheduler(
         staging=staging,
         transfer_groups=tuple(range(len(geometry.groups))),
         may_wait=may_wait,
-        options=(*WITHOUT_SETTING, *(["pictures"] if more.get("mm_items") == "trust_prefill" else [])),
+        options=(
+            *WITHOUT_SETTING,
+            *(["pictures"] if more.get("mm_items") == "trust_prefill" else []),
+            *(["digests"] if more.get("content_digests") else []),
+        ),
     )
     settings = Settings(kv_lease_duration=lease, handshake_timeout=0.5, **more)
     made = KvhmaScheduler(settings, secrets if isinstance(secrets, Secrets) else Secrets(secrets), facts)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvhma.digests import ContentDigest
-from kvhma.errors import KvhmaError
 from kvhma.geometry import Span
 from kvhma.vllm.failures import Failure
 from kvhma.vllm.wire.lease_board import BoardFile
@@ -66,56 +63,6 @@ class ReadCommand(NamedTuple):
         return self._replace(extras={**self.extras, option: value})
 
 
-class DigestOrder(NamedTuple):
-    """A finished request whose blocks P's workers sum, for their readers.
-
-    Attributes:
-        key: identifies it to its readers.
-        seed: of the digest.
-        num_tokens: tokens that the blocks hold.
-        spans: the blocks of each group.
-    """
-
-    key: LeaseKey
-    seed: int
-    num_tokens: int
-    spans: tuple[Span, ...]
-
-
-def join_ranks(first: tuple[ContentDigest, int], second: tuple[ContentDigest, int]) -> tuple[ContentDigest, int]:
-    """Add the digests of two sets of ranks. It must not raise, because it runs in vLLM's own thread.
-
-    Digests of different requests cannot be added. Then the second set stays missing, and D's wait for it times out.
-    """
-    with contextlib.suppress(KvhmaError):
-        return first[0] + second[0], first[1] + second[1]
-    return first
-
-
-class LoadDigest(NamedTuple):
-    """The content digests of a load: of P's blocks, and of what D has read.
-
-    Attributes:
-        seed: of both digests.
-        prefill: the sum over P's ranks.
-        decode: the sum over `ranks` ranks of D.
-        ranks: number of D's ranks that have reported.
-    """
-
-    seed: int
-    prefill: ContentDigest
-    decode: ContentDigest
-    ranks: int = 1
-
-    def joined(self, more: LoadDigest) -> LoadDigest:
-        """Add the digests of more ranks. If they cannot be added, the sum is empty, and the load fails."""
-        try:
-            decode = self.decode + more.decode
-        except KvhmaError:
-            decode = ContentDigest(self.decode.num_tokens, 1, {}, {})
-        return self._replace(decode=decode, ranks=self.ranks + more.ranks)
-
-
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     """From the scheduler to its workers.
@@ -128,8 +75,6 @@ class StepMetadata(KVConnectorMetadata):
             span for each group.
         idle: whether this step computes nothing.
         step: number of the step, which the workers return with its results; None if the scheduler does not need it.
-        digests: finished requests whose blocks the workers sum.
-        verdicts: loads whose digest every rank has reported: the failure of each, or None.
         extras: what options add, by option.
     """
 
@@ -139,8 +84,6 @@ class StepMetadata(KVConnectorMetadata):
     copy_to_host: list[tuple[tuple[Span, ...], tuple[Span, ...]]] = field(default_factory=list)
     idle: bool = False
     step: int | None = None
-    digests: list[DigestOrder] = field(default_factory=list)
-    verdicts: dict[str, Failure | None] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -195,8 +138,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
         lost_pieces: requests of which a rank could not read its piece, with the reason.
         step: number of the step whose results come with the report; None without a number.
         verified_by_board: loads that are done and whose blocks P's board has verified. P was not notified of them.
-        digests: of loads that are done but for the scheduler's verdict on their content.
-        prefill_digests: of finished requests: the sum, and over how many ranks.
         extras: what options add, by option. A value has ``joined(more)``, which returns it with that of another rank.
     """
 
@@ -206,9 +147,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
     lost_pieces: dict[str, str] = field(default_factory=dict)
     step: int | None = None
     verified_by_board: set[str] = field(default_factory=set)
-
-    digests: dict[str, LoadDigest] = field(default_factory=dict)
-    prefill_digests: dict[LeaseKey, tuple[ContentDigest, int]] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -218,15 +156,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
-        reported = (
-            self.failures
-            or self.first_tokens
-            or self.pieces
-            or self.verified_by_board
-            or self.digests
-            or self.prefill_digests
-            or self.extras
-        )
+        reported = self.failures or self.first_tokens or self.pieces or self.verified_by_board or self.extras
         return not reported and self.step is None
 
     def aggregate(self, report: KVConnectorWorkerMetadata) -> WorkerReport:
@@ -234,24 +164,22 @@ class WorkerReport(KVConnectorWorkerMetadata):
         if not isinstance(report, WorkerReport):
             return self
         return WorkerReport(
-            failures=_merge(
+            failures=merged(
                 self.failures, report.failures, lambda known, failure: failure if known.transient else known
             ),
             first_tokens={
                 name: merge_first_tokens(self.first_tokens.get(name, {}), report.first_tokens.get(name, {}))
                 for name in self.first_tokens.keys() | report.first_tokens.keys()
             },
-            pieces=_merge(self.pieces, report.pieces, operator.add),
+            pieces=merged(self.pieces, report.pieces, operator.add),
             lost_pieces=self.lost_pieces | report.lost_pieces,
             step=report.step if self.step is None else self.step,  # all ranks report the same step
             verified_by_board=self.verified_by_board | report.verified_by_board,
-            digests=_merge(self.digests, report.digests, LoadDigest.joined),
-            prefill_digests=_merge(self.prefill_digests, report.prefill_digests, join_ranks),
-            extras=_merge(self.extras, report.extras, lambda known, more: known.joined(more)),
+            extras=merged(self.extras, report.extras, lambda known, more: known.joined(more)),
         )
 
 
-def _merge(first: Mapping[K, V], second: Mapping[K, V], join: Callable[[V, V], V]) -> dict[K, V]:
+def merged(first: Mapping[K, V], second: Mapping[K, V], join: Callable[[V, V], V]) -> dict[K, V]:
     """Return the entries of both mappings; `join` makes one value of two with the same key."""
     return {**first, **{key: join(first[key], value) if key in first else value for key, value in second.items()}}
 

@@ -145,7 +145,7 @@ class KvhmaScheduler:
     def needs_step(self) -> bool:
         """Return whether vLLM must make a step with nothing to compute; free blocks whose lease has ended."""
         is_due = self._loop.must_step()  # in any case: it notes that no step runs
-        return is_due or self.prefill.digests.is_waiting or any(room.needs_step() for room in self.context.rooms)
+        return is_due or any(room.needs_step() for room in self.context.rooms)
 
     def on_step(self, output: SchedulerOutput) -> StepMetadata:
         """Return what the workers must know in this step."""
@@ -171,13 +171,12 @@ class KvhmaScheduler:
             self.context.leases.wait_for_end(_END_SECONDS)
 
     def on_worker_results(self, output: KVConnectorOutput) -> None:
-        """Pass on which loads have ended, whose step's results these are, and what the workers have summed."""
+        """Pass on which loads have ended, and whose step's results these are."""
         report = output.kv_connector_worker_meta
         if report is not None and isinstance(report, WorkerReport):  # the latter asks an abstract class
             self.decode.on_worker_report(report)
             for room in self.context.rooms:
                 room.on_results(report)
-            self.prefill.digests.on_worker_results(report)
             if report.step is not None:
                 self.prefill.settling.on_step_results(report.step)
         for name in (output.finished_recving or set()) - (output.failed_recving or set()):

@@ -24,7 +24,6 @@ from kvhma.vllm.peers.notifications import NotificationDrain
 from kvhma.vllm.peers.preconnect import Preconnector
 from kvhma.vllm.peers.prefill_engines import PrefillEngines
 from kvhma.vllm.peers.worker_context import WorkerContext
-from kvhma.vllm.reads.digests import PrefillSums, Summing
 from kvhma.vllm.reads.read_pump import ReadPump
 from kvhma.vllm.reads.results import LoadResults
 from kvhma.vllm.telemetry.stall_watch import StallWatch
@@ -38,24 +37,20 @@ class KvhmaWorker:
         """Own an agent that has the geometry's regions registered, and start the threads.
 
         Raises:
-            GeometryError: digests are on, and the caches cannot be summed.
+            KvhmaError: an option cannot work with these caches.
         """
-        settings, agent, geometry = context.settings, context.agent, context.geometry
+        settings, agent = context.settings, context.agent
         self._agent = agent
         self._board = context.board
         self._stop_seconds = settings.handshake_timeout + 1
         self._results = LoadResults(settings.case_folder)
         stats = self._results.stats
-        self._rooms = tuple(room(context, self._results) for room in find_rooms("worker", context.options))
+        self._rooms = tuple(room(context, memory, self._results) for room in find_rooms("worker", context.options))
         context = replace(context, rooms=self._rooms)
         self._engines = PrefillEngines(context, stats)
         self._device = context.device
         self._may_wait = context.may_wait
-        summing = Summing(geometry, memory, context.cp_tp_size, stats)
-        if settings.content_digests:
-            summing.check()
-        self._pump = ReadPump(context, memory, self._engines, self._results, summing)
-        self._prefill_sums = PrefillSums(summing, self._results)
+        self._pump = ReadPump(context, memory, self._engines, self._results)
         self._preconnector = Preconnector(context, self._engines)
         self._notifications = NotificationDrain(agent, context.device, stats)
         self._idle_engines = IdleEngineWatch(context, self._engines, stats)
@@ -79,8 +74,6 @@ class KvhmaWorker:
         """Queue the loads of a step."""
         for room in self._rooms:
             room.on_step(metadata)
-        self._prefill_sums.start(metadata.digests)
-        self._results.judge(metadata.verdicts)
         if not (metadata.loads or metadata.refusals or metadata.cancelled):  # most steps
             return
         self._results.expect(metadata.loads, [*metadata.refusals, *metadata.cancelled])
@@ -131,7 +124,6 @@ class KvhmaWorker:
         self._pump.close()
         self._stall_watch.close()
         self._notifications.close(self._stop_seconds)
-        self._prefill_sums.close(self._stop_seconds)
         self._pump.join(self._stop_seconds)
         for room in self._rooms:
             room.close(self._stop_seconds)

@@ -144,6 +144,7 @@ def options_of(config: VllmConfig, settings: Settings) -> tuple[str, ...]:
         "tickets": "",
         "next_turns": "bidirectional_kv_xfer is True" if has_turns else "",
         "pictures": f"mm_items is {settings.mm_items!r}" if settings.trusts_items else "",
+        "digests": f"content_digests is {settings.content_digests}" if settings.content_digests else "",
         "spans": "otlp_traces_endpoint is set" if config.observability_config.otlp_traces_endpoint else "",
     }
     for option, asked_by in asked.items():

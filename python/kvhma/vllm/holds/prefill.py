@@ -16,7 +16,6 @@ from kvhma.vllm.device.slots import Slots
 from kvhma.vllm.holds.held_blocks import free_blocks, hold_blocks
 from kvhma.vllm.holds.lease_boards import LeaseBoards
 from kvhma.vllm.holds.lease_table import EndedLease, LeaseEnd
-from kvhma.vllm.holds.prefill_digests import PrefillDigests
 from kvhma.vllm.holds.scheduler_context import SchedulerContext
 from kvhma.vllm.holds.settling import SettlingRequests
 from kvhma.vllm.internals import shorten_prompt
@@ -51,7 +50,6 @@ class PrefillScheduler:
 
     Attributes:
         settling: requests that decode engines follow while P computes them.
-        digests: of block contents, for requests that get one.
     """
 
     def __init__(self, context: SchedulerContext) -> None:
@@ -59,7 +57,6 @@ class PrefillScheduler:
         self._context = context
         self.settling = SettlingRequests(context)
         self._incarnation_id = random_id()
-        self.digests = PrefillDigests(context)
         self._listener: Listener | None = None
         self._hellos: dict[tuple[int, int], tuple[bytes, bytes]] = {}
         self._shortened: set[str] = set()
@@ -132,9 +129,8 @@ class PrefillScheduler:
             self._context.prompts.begin_digest(request, total)
 
     def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
-        """Free blocks whose lease has ended, and order the workers' sums and copies to host memory."""
+        """Free blocks whose lease has ended, and order copies to host memory."""
         metadata.step = self.settling.on_step(output)
-        metadata.digests = self.digests.take_orders()
         self.free_ended_leases()
         if refused := self._context.leases.take_digests_refused():
             self._context.stats.count("digest_refused", refused)
@@ -175,7 +171,8 @@ class PrefillScheduler:
                 )
         for key, blocks, _ in itertools.chain.from_iterable(ended.values()):
             self._slots.release_slots(self._slots_held.pop(key, ()))
-            self.digests.on_lease_ended(key)
+            for room in self._context.rooms:
+                room.on_lease_ended(key)
             if manager is not None:
                 free_blocks(manager.block_pool, blocks)
 
@@ -201,8 +198,6 @@ class PrefillScheduler:
             self._context.geometry,
             self._context.manager,
         )
-        if remote is not None:
-            remote = self.digests.choose_request(remote)
         self._shortened.discard(request.request_id)
         _, slots = self._staged.pop(request.request_id, (0, None))
         if remote is None or geometry is None or manager is None:

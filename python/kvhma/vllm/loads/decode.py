@@ -15,7 +15,6 @@ from kvhma.errors import KvhmaError, OtherPromptError, RequestError
 from kvhma.vllm.failures import Failure, refused
 from kvhma.vllm.holds.scheduler_context import SchedulerContext
 from kvhma.vllm.internals import mark_uncacheable, recompute_prompt
-from kvhma.vllm.loads.decode_digests import DecodeDigests
 from kvhma.vllm.loads.failed_loads import FailedLoads
 from kvhma.vllm.loads.load_claims import LoadClaims
 from kvhma.vllm.loads.load_machine import End, Load, LoadEffect, LoadEvent, Loads, LoadState
@@ -68,7 +67,6 @@ class DecodeScheduler:
         self._loads = Loads()
         self.claims = LoadClaims(context, self._loads, makes_progress)
         self.pending = self._loads.by_id
-        self._digests = DecodeDigests(context)
         self.metadata = StepMetadata()
         self.failed = FailedLoads(context)
 
@@ -265,7 +263,6 @@ class DecodeScheduler:
         if external <= 0:
             self.move_load(load, LoadEvent.NOTHING_TO_LOAD)
             return
-        self._digests.discard_sums(load.request_id)
         load.begin_attempt()
         if load.state is LoadState.REFUSED:
             self.move_load(load, LoadEvent.BLOCKS)
@@ -339,8 +336,6 @@ class DecodeScheduler:
             attempt.rank_failed |= failure is not None
             if failure is not None and not failure.transient:
                 load.refusal = load.refusal or failure
-        if self._context.settings.content_digests:
-            self.metadata.verdicts |= self._digests.verdicts(report)
 
     def _read_ended(self, load: Load, *, failed: bool) -> None:
         """Act on a read that has ended on all ranks; `failed`: whether vLLM knows it as failed."""
@@ -415,8 +410,6 @@ class DecodeScheduler:
     def move_load(self, load: Load, event: LoadEvent, command: ReadCommand | None = None) -> None:
         """Give an event to a load's machine, and carry out its effects; `command` is the read that the event brings."""
         effects = self._loads.apply(load, event)
-        if load.state.is_end:
-            self._digests.discard_sums(load.request_id)
         for effect in effects:
             self._carry_out(load, effect, command)
 

@@ -88,9 +88,9 @@ class LoadClaims:
         return self._read_outcome(remote) if self._worker_notifies(remote) else None
 
     def _worker_notifies(self, remote: PrefillParams | None) -> bool:
-        """Return whether the worker itself notifies P after its read; not if D compares a digest first."""
-        has_digest = remote is not None and remote.content_seed is not None
-        return self._context.engine.worker_releases and not has_digest
+        """Return whether the worker itself notifies P after its read."""
+        must_hold = remote is not None and any(room.must_hold_until_reported(remote) for room in self._context.rooms)
+        return self._context.engine.worker_releases and not must_hold
 
     def _read_outcome(self, remote: PrefillParams) -> Outcome:
         # Each of these may still be a reader of the same blocks. If not, P holds them for two seconds longer.

@@ -61,12 +61,9 @@ class ReceivedParams:
         return ticket
 
     def as_used(self, remote: PrefillParams) -> PrefillParams:
-        """Return parameters as D uses them: a lease within bounds, a digest seed only if D compares, no items."""
+        """Return parameters as D uses them: a lease within bounds, no items."""
         remote = _bounded(remote)
-        if remote.items:
-            remote = remote._replace(items=())
-        is_compared = self._context.settings.content_digests or remote.content_seed is None
-        return remote if is_compared else remote._replace(content_seed=None)
+        return remote._replace(items=()) if remote.items else remote
 
     def _signed(self, params: Mapping[str, Any], num_prompt_tokens: int | None) -> PrefillParams:
         return PrefillParams.from_params(params, self._context.secrets, num_prompt_tokens=num_prompt_tokens)

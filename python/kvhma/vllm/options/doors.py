@@ -13,7 +13,7 @@ What an option sends between the two processes is in the `extras` of
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvhma.vllm.metadata import ReadCommand, StepMetadata, WorkerReport
-    from kvhma.vllm.wire.params import PrefillParams
+    from kvhma.vllm.wire.params import LeaseKey, PrefillParams
 
 
 class SchedulerDoor:
@@ -78,6 +78,10 @@ class SchedulerDoor:
     def on_blocks_allocated(self, request: Request) -> None:
         """Note that vLLM has found blocks for a request."""
 
+    def must_hold_until_reported(self, remote: PrefillParams) -> bool:
+        """Return whether P must hold the blocks of a load until it was reported, and not only until it was read."""
+        return False
+
     def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
         """Add the option's commands to those of a step, or change them."""
 
@@ -99,6 +103,9 @@ class SchedulerDoor:
     def on_hand_off(self, request: Request, remote: PrefillParams) -> PrefillParams:
         """Return the parameters of a request that P hands off, with what the option adds."""
         return remote
+
+    def on_lease_ended(self, key: LeaseKey) -> None:
+        """Note that this engine no longer holds the blocks of a request that it has handed off."""
 
     def make_room(self) -> bool:
         """Free blocks for a running request that lacks some; return whether the next step has more."""
@@ -123,6 +130,20 @@ class WorkerDoor:
 
     def on_step(self, metadata: StepMetadata) -> None:
         """Carry out the option's commands of a step, in the engine's thread."""
+
+    def inspect(self, read: Any) -> Iterator[None]:
+        """Do the option's part of a read whose bytes are there, while it holds its places and P's engine.
+
+        A `yield` waits. It must not end, even by an error, while anything of the option reads or writes the places.
+
+        Raises:
+            Exception: the read has failed.
+        """
+        return iter(())
+
+    def judge(self, read: Any) -> Iterator[None]:
+        """Wait until a read that holds nothing may be reported as loaded; as :meth:`inspect`."""
+        return iter(())
 
     def on_read_reported(self, read: Any) -> None:
         """Note a read that was reported, while the engine continues."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvhma.errors import HandshakeError, KvhmaError, PeerLostError
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from kvhma.vllm.metadata import ReadCommand
     from kvhma.vllm.peers.lease_question import LeaseQuestion
     from kvhma.vllm.peers.prefill_engines import PrefillEngine
-    from kvhma.vllm.reads.digests import LoadSums
     from kvhma.vllm.reads.read_parts import ReadPart
 
 ResourceT = TypeVar("ResourceT")
@@ -41,9 +40,10 @@ class ReadState(enum.Enum):
     PERMUTING = "the device has reordered what was read"
     CHECKING = "P's lease board, or that D may ask P"
     ASKED = "P's answer"
-    SUMMING = "the digest of what was read"
     COPYING = "the device has copied what was read to the blocks"
+    INSPECTING = "options have done their parts"
     DRAINING = "nothing writes to its places any more"
+    JUDGING = "options let it be reported"
     REPORTING = "its result is noted for the scheduler"
     REPORTED = "nothing"
 
@@ -74,7 +74,7 @@ class ActiveRead:
         read_at: when the last byte had arrived and was in order; 0 before.
         verified_by_board: whether P's board shows that P held the blocks; None before D has looked.
         question: to P, whether it held the blocks, and the index of this read in it; None while D does not ask.
-        sums: content digests of the read, if P makes digests; None before the transfers have ended.
+        extras: what options note of it, by option.
         error: the first error; None without one.
         ended_at: when it was reported; 0 before.
     """
@@ -100,7 +100,7 @@ class ActiveRead:
     read_at: float = 0.0
     verified_by_board: bool | None = None
     question: tuple[LeaseQuestion, int] | None = None
-    sums: LoadSums | None = None
+    extras: dict[str, Any] = field(default_factory=dict)
     error: BaseException | None = None
     ended_at: float = 0.0
 
@@ -116,11 +116,6 @@ class ActiveRead:
             self.error = error
         if self.state is not ReadState.REPORTING:  # nothing writes to its places any more
             self.state = ReadState.DRAINING
-
-    @property
-    def has_digest(self) -> bool:
-        """Whether P makes a digest of its blocks."""
-        return self.command.remote.content_seed is not None
 
     @property
     def in_flight(self) -> list[ReadPart]:

@@ -20,8 +20,8 @@ _ASK_SECONDS = 2e-3
 def check_leases(reads: Sequence[ActiveRead], timeout: float, *, more_to_come: bool) -> None:
     """Find out if P held the blocks of reads in the state CHECKING.
 
-    There is one question to an engine at a time, about all reads that are ready by then. Reads with digests have
-    separate questions, because P must not release their blocks before the digests were compared.
+    There is one question to an engine at a time, about all reads that are ready by then. Those whose blocks P must hold
+    for longer have a separate question, which releases nothing.
 
     Args:
         reads: get `verified_by_board` or a `question`, or neither as long as D can do neither.
@@ -30,8 +30,7 @@ def check_leases(reads: Sequence[ActiveRead], timeout: float, *, more_to_come: b
     """
     ready: dict[tuple[PrefillEngine, bool], list[ActiveRead]] = {}
     for read in reads:
-        if read.sums is None or read.sums.may_ask:
-            ready.setdefault((required(read.engine), read.has_digest), []).append(read)
+        ready.setdefault((required(read.engine), read.command.outcome is None), []).append(read)
     for (engine, _), of_engine in ready.items():
         if more_to_come and time.monotonic() - min(read.read_at for read in of_engine) <= _ASK_SECONDS:
             continue
@@ -46,7 +45,7 @@ def check_leases(reads: Sequence[ActiveRead], timeout: float, *, more_to_come: b
 
 def _unverified(engine: PrefillEngine, reads: list[ActiveRead]) -> list[ActiveRead]:
     """Look at P's boards; return the reads that D has to ask P about. Other reads may still wait for the boards."""
-    if not engine.boards or reads[0].has_digest:  # D has to ask P for the digest anyway
+    if not engine.boards:
         return reads
     new = [read for read in reads if read.verified_by_board is None]
     if new:
@@ -62,11 +61,7 @@ def _unverified(engine: PrefillEngine, reads: list[ActiveRead]) -> list[ActiveRe
 
 def _ask(engine: PrefillEngine, reads: Sequence[ActiveRead], timeout: float) -> None:
     claims = [read.command.remote.claim(read.command.reader) for read in reads]
-    # All reads have an outcome or none has: it depends on the number of ranks of this engine.
     outcomes = [read.command.outcome for read in reads if read.command.outcome is not None]
-    contents = reads[0].has_digest
-    engine.question = LeaseQuestion(
-        engine.side_channel, engine.numeric, claims, timeout, engine.proving, outcomes, contents=contents
-    )
+    engine.question = LeaseQuestion(engine.side_channel, engine.numeric, claims, timeout, engine.proving, outcomes)
     for index, read in enumerate(reads):
         read.question = engine.question, index

@@ -19,7 +19,6 @@ from kvhma.vllm.peers.prefill_engines import PrefillEngines
 from kvhma.vllm.peers.sockets import Waker
 from kvhma.vllm.peers.worker_context import WorkerContext
 from kvhma.vllm.reads.active_read import ActiveRead, ReadState
-from kvhma.vllm.reads.digests import Summing
 from kvhma.vllm.reads.lease_checks import check_leases
 from kvhma.vllm.reads.read_metrics import ReadMetrics
 from kvhma.vllm.reads.read_steps import ReadSteps, errors_fail
@@ -39,7 +38,8 @@ _ANSWER_MILLISECONDS = 1
 
 _STARTING = (ReadState.QUEUED, ReadState.PLACING, ReadState.ZEROING, ReadState.POSTING)
 _NOT_POSTED = (ReadState.QUEUED, ReadState.CONNECTING, ReadState.PLACING, ReadState.ZEROING)
-_FOR_ANSWERS = (ReadState.CHECKING, ReadState.ASKED, ReadState.SUMMING)
+_CAN_BE_DROPPED = (*_NOT_POSTED, ReadState.JUDGING)
+_FOR_ANSWERS = (ReadState.CHECKING, ReadState.ASKED, ReadState.INSPECTING)
 
 
 class ReadPump:
@@ -55,12 +55,11 @@ class ReadPump:
         memory: Memory,
         engines: PrefillEngines,
         results: LoadResults,
-        summing: Summing,
     ) -> None:
         """Start the thread."""
         self._timeout = context.settings.handshake_timeout
         self._engines = engines
-        self._steps = ReadSteps(context, memory, engines, results, summing)
+        self._steps = ReadSteps(context, memory, engines, results)
         self._metrics = ReadMetrics(context, results.stats)
         self._arrived: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """What other threads have the pump's thread do."""
@@ -123,7 +122,7 @@ class ReadPump:
 
     def _drive_own(self) -> None:
         if self._closing:
-            self._reads[:] = [read for read in self._reads if read.state not in _NOT_POSTED]
+            self._reads[:] = [read for read in self._reads if read.state not in _CAN_BE_DROPPED]
         # Starting a read takes Python's lock some ten times.
         starts = any(read.state in _STARTING for read in self._reads)
         with short_turns if starts else contextlib.nullcontext():

@@ -21,7 +21,6 @@ from kvhma.vllm.failures import failure_of
 from kvhma.vllm.peers.prefill_engines import PrefillEngine, PrefillEngines
 from kvhma.vllm.peers.worker_context import WorkerContext
 from kvhma.vllm.reads.active_read import ActiveRead, ReadState, required
-from kvhma.vllm.reads.digests import LoadSums, Summing, sums_of
 from kvhma.vllm.reads.read_parts import ReadPart, parts_of
 from kvhma.vllm.reads.results import LoadResults
 
@@ -46,10 +45,8 @@ class ReadSteps:
         memory: Memory,
         engines: PrefillEngines,
         results: LoadResults,
-        summing: Summing,
     ) -> None:
         """Own nothing of this: the memory that reads write to, the engines, and where reads are reported."""
-        self._summing = summing
         self._context = context
         self._memory = memory
         self._engines = engines
@@ -85,33 +82,37 @@ class ReadSteps:
                 self._results.cases.save_failed_load(read.command, read.engine.plan, read.places)
         with errors_fail(read):
             self._clean_up(read)
+        with errors_fail(read):
+            for room in self._context.rooms if read.error is None else ():
+                yield from room.judge(read)
+        read.state = ReadState.REPORTING
 
     def _read(self, read: ActiveRead) -> Iterator[None]:
         """Read, prove that P held the blocks while they were read, and fill D's."""
-        yield from _wait(read, ReadState.QUEUED, _has_engine)
-        yield from _wait(read, ReadState.PLACING, self._take_places)
+        yield from wait_in(read, ReadState.QUEUED, _has_engine)
+        yield from wait_in(read, ReadState.PLACING, self._take_places)
         self._plan(read)
-        yield from _wait(read, ReadState.ZEROING, _device_ended)
+        yield from wait_in(read, ReadState.ZEROING, _device_ended)
         self._count_zeroing(read)
         while True:
-            yield from _wait(read, ReadState.POSTING, self._post)
-            yield from _wait(read, ReadState.READING, _transfers_ended)
+            yield from wait_in(read, ReadState.POSTING, self._post)
+            yield from wait_in(read, ReadState.READING, _transfers_ended)
             if not any(part.is_lost for part in read.parts):
                 break
             self._leave_engine(read)
-            yield from _wait(read, ReadState.QUEUED, _has_engine)
+            yield from wait_in(read, ReadState.QUEUED, _has_engine)
             self._compare(read)
         if read.permutes is not None:
             read.launched = required(self._permute)(read.permutes)
-        yield from _wait(read, ReadState.PERMUTING, _device_ended)
+        yield from wait_in(read, ReadState.PERMUTING, _device_ended)
         read.read_at = time.monotonic()
         self._results.note_load_read()
-        if read.has_digest:
-            read.sums = self._sums(read)
         if not read.command.piece:  # the last piece proves all of them
             yield from _prove(read)
         read.launched = self._memory.copy_in(required(read.places), read.command.spans, read.after)
-        yield from _wait(read, ReadState.COPYING, _device_ended)
+        yield from wait_in(read, ReadState.COPYING, _device_ended)
+        for room in self._context.rooms:
+            yield from room.inspect(read)
 
     def _take_places(self, read: ActiveRead) -> bool:
         read.places = self._memory.take_places(read.command.spans)
@@ -145,10 +146,7 @@ class ReadSteps:
             first_tokens = first_filled_tokens(
                 self._context.geometry, read.command.spans, required(read.transfer).first_tokens
             )
-            if read.sums is None:
-                results.succeed_load(name, first_tokens, verified_by_board=bool(read.verified_by_board))
-            else:
-                results.ask_verdict(name, first_tokens, required(read.sums.result()))
+            results.succeed_load(name, first_tokens, verified_by_board=bool(read.verified_by_board))
         read.state = ReadState.REPORTED
 
     def _plan(self, read: ActiveRead) -> None:
@@ -204,13 +202,6 @@ class ReadSteps:
         )
         self._release_engine(read)
 
-    def _sums(self, read: ActiveRead) -> LoadSums:
-        peers = (peer.geometry for peer in required(read.engine).peers if peer is not None)
-        first_tokens = required(read.transfer).first_tokens
-        decode = sums_of(self._summing, read.command, required(read.places), first_tokens, peers)
-        # P's sums come with its steps, which take seconds if P is overloaded.
-        return LoadSums(read.command, decode, self._context.settings.replies_timeout)
-
     def _clean_up(self, read: ActiveRead) -> None:
         with errors_fail(read):
             self._release_engine(read)
@@ -259,7 +250,7 @@ def _poll(read: ActiveRead) -> None:
             required(part.handle).poll()
 
 
-def _wait(read: ActiveRead, state: ReadState, is_over: Callable[[ActiveRead], bool]) -> Iterator[None]:
+def wait_in(read: ActiveRead, state: ReadState, is_over: Callable[[ActiveRead], bool]) -> Iterator[None]:
     """Wait in a state.
 
     Raises:
@@ -273,23 +264,15 @@ def _wait(read: ActiveRead, state: ReadState, is_over: Callable[[ActiveRead], bo
 
 
 def _prove(read: ActiveRead) -> Iterator[None]:
-    """Wait for P's lease board or P's answer to show that P held the blocks; with digests, for P's and for D's too.
+    """Wait for P's lease board or P's answer to show that P held the blocks.
 
     :func:`kvhma.vllm.reads.lease_checks.check_leases` looks at the board and asks P.
     """
-    while True:
-        yield from _wait(read, ReadState.CHECKING, _is_checked)
-        if read.verified_by_board:
-            return
-        yield from _wait(read, ReadState.ASKED, _is_answered)
+    yield from wait_in(read, ReadState.CHECKING, _is_checked)
+    if not read.verified_by_board:
+        yield from wait_in(read, ReadState.ASKED, _is_answered)
         question, index = required(read.question)
         question.check(index, read.command.remote.incarnation)
-        if read.sums is None:
-            return
-        if read.sums.take_prefill_digest(question.content(index)):
-            yield from _wait(read, ReadState.SUMMING, _is_summed)
-            return
-        read.question = None  # P has no digest yet
 
 
 def _has_engine(read: ActiveRead) -> bool:
@@ -319,20 +302,11 @@ def _is_checked(read: ActiveRead) -> bool:
 
 
 def _is_answered(read: ActiveRead) -> bool:
-    if required(read.question)[0].poll():
-        return True
-    if read.sums is not None:
-        read.sums.check_deadline()
-    return False
-
-
-def _is_summed(read: ActiveRead) -> bool:
-    return required(read.sums).result() is not None
+    return required(read.question)[0].poll()
 
 
 def _is_drained(read: ActiveRead) -> bool:
-    is_summing = read.sums is not None and read.sums.is_running
-    return _transfers_ended(read) and not is_summing and _device_ended(read)
+    return _transfers_ended(read) and _device_ended(read)
 
 
 def first_filled_tokens(geometry: Geometry, spans: Sequence[Span], first_tokens: Sequence[int]) -> dict[int, int]:

@@ -6,16 +6,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from kvhma.digests import ContentDigest
 from kvhma.vllm.failures import CLIENTS_CAUSES, Failure, failure_of
-from kvhma.vllm.metadata import LoadDigest, ReadCommand, WorkerReport
+from kvhma.vllm.metadata import ReadCommand, WorkerReport
 from kvhma.vllm.reads.case_folder import CaseFolder
 from kvhma.vllm.telemetry.stats import StatsCollector
 from kvhma.vllm.wire import peer_log
-from kvhma.vllm.wire.params import LeaseKey
 
 logger = logging.getLogger("vllm.kvhma")
 
@@ -55,10 +53,8 @@ class LoadResults:
         self._has_ended = threading.Condition(self._lock)
         self._unreported: dict[str, _Unreported] = {}
         """By request, in the order of the scheduler."""
-        self._unjudged: dict[str, dict[int, int]] = {}
-        """First tokens of loads whose digests the scheduler compares."""
-        self._verdicts: dict[str, Failure | None] = {}
-        """Its verdicts on loads whose digest this worker does not have yet."""
+        self._need_step: set[str] = set()
+        """Loads that an option lets wait for another step."""
         self._reads = 0
         self._ended: set[str] = set()
         self._pieces: set[str] = set()
@@ -73,7 +69,6 @@ class LoadResults:
                 if load.piece:
                     self._pieces.add(load.request_id)
                 else:
-                    self._verdicts.pop(load.request_id, None)
                     self._unreported[load.request_id] = _Unreported(load, now)
             for request_id in refusals:
                 self._unreported[request_id] = _Unreported(None, now)
@@ -99,35 +94,11 @@ class LoadResults:
             if verified_by_board:
                 self._report.verified_by_board.add(request_id)
 
-    def ask_verdict(self, request_id: str, first_tokens: dict[int, int], digest: LoadDigest) -> None:
-        """Report the digest of a load. The scheduler sends its verdict when it has the digests of all ranks."""
+    def need_step(self, request_id: str) -> None:
+        """Note that a load waits for another step, so that this step need not wait for the load."""
         with self._lock:
-            if request_id not in self._unreported:
-                return
-            self._report.digests[request_id] = digest
-            self._unjudged[request_id] = first_tokens
-            self._has_ended.notify()  # this step need not wait for the load any more
-            verdicts = {request_id: self._verdicts.pop(request_id)} if request_id in self._verdicts else {}
-        self.judge(verdicts)
-
-    def judge(self, verdicts: Mapping[str, Failure | None]) -> None:
-        """Report loads by the scheduler's verdicts."""
-        for request_id, failure in verdicts.items():
-            with self._lock:
-                first_tokens = self._unjudged.get(request_id)
-                if first_tokens is None:
-                    if request_id in self._unreported:
-                        self._verdicts[request_id] = failure
-                    continue
-            if failure is not None:
-                self.fail_load(request_id, failure)
-            else:
-                self.succeed_load(request_id, first_tokens)
-
-    def note_prefill_digest(self, key: LeaseKey, digest: ContentDigest) -> None:
-        """Report the digest of a finished request's blocks."""
-        with self._lock:
-            self._report.prefill_digests[key] = digest, 1
+            self._need_step.add(request_id)
+            self._has_ended.notify()
 
     def fail_load(self, request_id: str, failure: Failure) -> None:
         """Report a load that failed."""
@@ -157,8 +128,7 @@ class LoadResults:
 
     def _end(self, request_id: str) -> bool:
         """Note the result of a load; return whether it was expected and is the first result."""
-        self._unjudged.pop(request_id, None)
-        self._verdicts.pop(request_id, None)
+        self._need_step.discard(request_id)
         if self._unreported.pop(request_id, None) is None:
             return False
         self._ended.add(request_id)
@@ -172,8 +142,7 @@ class LoadResults:
         """
 
         def is_over() -> bool:
-            # Loads that wait for a verdict need another step.
-            if self._unreported.keys() - self._unjudged.keys():
+            if self._unreported.keys() - self._need_step:
                 return False
             return not (for_pieces and self._pieces) or bool(self._ended or self._report.pieces)
 

@@ -30,6 +30,7 @@ from kvhma.vllm.threads import SupervisedThread
 if TYPE_CHECKING:  # optional dependency
     from opentelemetry.trace import Tracer
 
+    from kvhma.vllm.device.memory import Memory
     from kvhma.vllm.peers.worker_context import WorkerContext
     from kvhma.vllm.reads.results import LoadResults
 
@@ -77,7 +78,7 @@ class LoadTimes:
 class Room(WorkerDoor):
     """Makes the spans of traced loads. Safe to use from several threads."""
 
-    def __init__(self, context: WorkerContext, results: LoadResults) -> None:
+    def __init__(self, context: WorkerContext, memory: Memory, results: LoadResults) -> None:
         """Start without a thread; the first traced load starts it."""
         self._rank = context.rank
         self._counters: Counters = results.stats
