@@ -37,9 +37,7 @@ from kvhma.vllm.holds.lease_table import LeaseTable
 from kvhma.vllm.loads import decode
 from kvhma.vllm.metadata import LocalWorkerIdentity, ReadCommand, StepMetadata, WorkerReport
 from kvhma.vllm.options.digests import worker as digests_worker
-from kvhma.vllm.options.digests.sums import NAME, RankSums, ReportedSums, StepDigests
-from kvhma.vllm.options.digests.wire_form import read_digest, write_digest
-from kvhma.vllm.options.digests.worker import Summing
+from kvhma.vllm.options.digests.sums import NAME, RankSums, ReportedSums, StepDigests, read_digest, write_digest
 from kvhma.vllm.peers.worker_context import WorkerContext
 from kvhma.vllm.reads import results
 from kvhma.vllm.reads.active_read import ActiveRead
@@ -494,8 +492,9 @@ def test_caches_that_cannot_be_summed_are_refused_at_start() -> None:
     axes = (Axis("groups", 2, 8, 0, 1, may_repeat=True), Axis("tokens", 4, 2), Axis("content", 2, 1))
     page = Page((Part("kv", "uint8", 1, 0, axes),))
     one = rank(cache.data_ptr(), [Group("full", 4)], [("a", 0, page)], blocks=4, tp=(0, 2))
+    context: Any = SimpleNamespace(geometry=one, cp_tp_size=1, settings=Settings())
     with pytest.raises(GeometryError, match="may repeat"):
-        Summing(one, DeviceMemory(one, {"a": cache}), 1, LoadResults().stats)
+        digests_worker.Room(context, DeviceMemory(one, {"a": cache}), LoadResults())
 
 
 def test_tensors_and_arrays_have_the_same_sums() -> None:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from kvhma.digests import ContentDigest, Difference, differences
 from kvhma.errors import DigestError, KvhmaError, UnsupportedPairError
 from kvhma.vllm.metadata import StepMetadata, WorkerReport
-from kvhma.vllm.options.digests.sums import NAME, DigestOrder, RankSums, ReportedSums, StepDigests
-from kvhma.vllm.options.digests.wire_form import write_digest
+from kvhma.vllm.options.digests.sums import NAME, DigestOrder, RankSums, ReportedSums, StepDigests, write_digest
 from kvhma.vllm.options.doors import SchedulerDoor
 from kvhma.vllm.wire.messages import MAX_CONTENT_BYTES
 from kvhma.vllm.wire.params import LeaseKey, PrefillParams, random_id

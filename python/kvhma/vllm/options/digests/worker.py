@@ -14,18 +14,16 @@ import torch
 
 from kvhma.digests import ContentDigest, content_digest
 from kvhma.errors import DigestError, RequestError
-from kvhma.geometry import Geometry, Span
+from kvhma.geometry import Span
 from kvhma.vllm.device.memory import Memory
 from kvhma.vllm.metadata import StepMetadata, WorkerReport
-from kvhma.vllm.options.digests.sums import NAME, DigestOrder, RankSums, ReportedSums, StepDigests
-from kvhma.vllm.options.digests.wire_form import read_digest
+from kvhma.vllm.options.digests.sums import NAME, DigestOrder, RankSums, ReportedSums, StepDigests, read_digest
 from kvhma.vllm.options.doors import WorkerDoor
 from kvhma.vllm.peers.lease_question import LeaseQuestion
 from kvhma.vllm.peers.worker_context import WorkerContext
 from kvhma.vllm.reads.active_read import ActiveRead, ReadState, required
 from kvhma.vllm.reads.read_steps import wait_in
 from kvhma.vllm.reads.results import LoadResults
-from kvhma.vllm.telemetry.stats import StatsCollector
 from kvhma.vllm.threads import in_thread
 
 ResultT = TypeVar("ResultT")
@@ -36,71 +34,22 @@ _ASK_AGAIN_SECONDS = 0.01
 """Pause before D asks P again for a digest. P has it a step or two after the request's last step."""
 
 
-class Summing:
-    """Sums blocks of a worker, where its registered memory is. Safe to use from several threads."""
-
-    def __init__(self, geometry: Geometry, memory: Memory, cp_tp_size: int, stats: StatsCollector) -> None:
-        """Own nothing of this.
-
-        Raises:
-            GeometryError: no load could be compared with these caches: an axis other than the heads may repeat, or a
-                layer is in no storage of the caches.
-        """
-        self._geometry = geometry
-        self._memory = memory
-        self._cp_tp_size = cp_tp_size
-        self._stats = stats
-        self._sums(1, [Span(0, [])] * len(geometry.groups), 0)
-
-    def start(self, work: Callable[[], ResultT]) -> Future[ResultT]:
-        """Sum in a separate thread, after the device work that the calling thread has launched."""
-        device = self._memory.device
-        after = device.mark()
-
-        def run() -> ResultT:
-            results: list[ResultT] = []
-            device.launch(lambda: results.append(work()), after)
-            return results[0]
-
-        return in_thread("kvhma-digests", device.chosen(run))
-
-    def digest(self, num_tokens: int, spans: Sequence[Span], seed: int, **counting: Any) -> ContentDigest:
-        """Sum some blocks: :func:`kvhma.digests.content_digest`."""
-        started = time.monotonic()
-        digest = self._sums(num_tokens, spans, seed, **counting)
-        self._stats.record(digest_seconds=time.monotonic() - started)
-        return digest
-
-    def start_load(self, read: ActiveRead, seed: int) -> Future[ContentDigest]:
-        """Begin to sum a load's blocks: in each group the tokens that this load and earlier pieces have moved."""
-        load = read.command
-        first_tokens = list(required(read.transfer).first_tokens)
-        for index, (held, span) in enumerate(zip(load.held, load.spans, strict=bool(load.held))):
-            if len(held.ids) > len(span.ids):
-                first_tokens[index] = held.first * self._geometry.groups[index].block_size
-        peers = (peer.geometry for peer in required(read.engine).peers if peer is not None)
-        names = {layer.name for geometry in peers for layer in geometry.layers}  # other layers do not count
-        spans: Sequence[Span] = load.held or required(read.places)
-        return self.start(lambda: self.digest(load.num_tokens, spans, seed, first_tokens=first_tokens, names=names))
-
-    def _sums(self, num_tokens: int, spans: Sequence[Span], seed: int, **counting: Any) -> ContentDigest:
-        def content(region: int, offset: int) -> torch.Tensor:
-            return self._memory.from_address(self._geometry.regions[region].base + offset)
-
-        more = {"cp_tp_size": self._cp_tp_size, **counting}
-        return content_digest(self._geometry, content, num_tokens, spans, seed, **more)
-
-
 class Room(WorkerDoor):
-    """Sums in separate threads, which the engine does not wait for. Safe to use from several threads."""
+    """Sums where the registered memory is, in separate threads that the engine does not wait for.
+
+    Safe to use from several threads.
+    """
 
     def __init__(self, context: WorkerContext, memory: Memory, results: LoadResults) -> None:
         """Start with nothing to sum.
 
         Raises:
-            GeometryError: the caches cannot be summed.
+            GeometryError: no load could be compared with these caches: an axis other than the heads may repeat, or a
+                layer is in no storage of the caches.
         """
-        self._summing = Summing(context.geometry, memory, context.cp_tp_size, results.stats)
+        self._geometry = context.geometry
+        self._memory = memory
+        self._cp_tp_size = context.cp_tp_size
         self._results = results
         self._timeout = context.settings.handshake_timeout
         # P's sums come with its steps, which take seconds if P is overloaded.
@@ -110,6 +59,7 @@ class Room(WorkerDoor):
         self._verdicts: dict[str, Future[None]] = {}
         """Of loads that wait for one."""
         self._running: list[Future[None]] = []
+        self._digest(1, [Span(0, [])] * len(self._geometry.groups), 0)
 
     def on_step(self, metadata: StepMetadata) -> None:
         """Sum the blocks of some of P's requests, and pass on the verdicts on loads."""
@@ -125,16 +75,54 @@ class Room(WorkerDoor):
                 verdict.set_result(None)
         if step.orders:
             self._running = [future for future in self._running if not future.done()]
-            self._running.append(self._summing.start(lambda: self._sum(step.orders)))
+            self._running.append(self._start(lambda: self._sum(step.orders)))
 
     def _sum(self, orders: Sequence[DigestOrder]) -> None:
         for order in orders:
             try:
-                sums = RankSums(self._summing.digest(order.num_tokens, order.spans, order.seed))
+                sums = RankSums(self._timed_digest(order.num_tokens, order.spans, order.seed))
                 with self._lock:
                     self._sums[order.key] = sums
             except Exception:  # D times out without the digest
                 logger.exception("kvhma: cannot sum the blocks of %s", order.key.request_id)
+
+    def _start(self, work: Callable[[], ResultT]) -> Future[ResultT]:
+        """Sum in a separate thread, after the device work that the calling thread has launched."""
+        device = self._memory.device
+        after = device.mark()
+
+        def run() -> ResultT:
+            results: list[ResultT] = []
+            device.launch(lambda: results.append(work()), after)
+            return results[0]
+
+        return in_thread("kvhma-digests", device.chosen(run))
+
+    def _timed_digest(self, num_tokens: int, spans: Sequence[Span], seed: int, **counting: Any) -> ContentDigest:
+        started = time.monotonic()
+        digest = self._digest(num_tokens, spans, seed, **counting)
+        self._results.stats.record(digest_seconds=time.monotonic() - started)
+        return digest
+
+    def _digest(self, num_tokens: int, spans: Sequence[Span], seed: int, **counting: Any) -> ContentDigest:
+        def content(region: int, offset: int) -> torch.Tensor:
+            return self._memory.from_address(self._geometry.regions[region].base + offset)
+
+        more = {"cp_tp_size": self._cp_tp_size, **counting}
+        return content_digest(self._geometry, content, num_tokens, spans, seed, **more)
+
+    def _start_load(self, read: ActiveRead, seed: int) -> Future[ContentDigest]:
+        """Begin to sum a load's blocks: in each group the tokens that this load and earlier pieces have moved."""
+        load = read.command
+        first_tokens = list(required(read.transfer).first_tokens)
+        for index, (held, span) in enumerate(zip(load.held, load.spans, strict=bool(load.held))):
+            if len(held.ids) > len(span.ids):
+                first_tokens[index] = held.first * self._geometry.groups[index].block_size
+        peers = (peer.geometry for peer in required(read.engine).peers if peer is not None)
+        names = {layer.name for geometry in peers for layer in geometry.layers}  # other layers do not count
+        counted: dict[str, Any] = {"first_tokens": first_tokens, "names": names}
+        spans: Sequence[Span] = load.held or required(read.places)
+        return self._start(lambda: self._timed_digest(load.num_tokens, spans, seed, **counted))
 
     def inspect(self, read: ActiveRead) -> Iterator[None]:
         """Sum what was read, and ask P for its digest."""
@@ -142,7 +130,7 @@ class Room(WorkerDoor):
         if seed is None or read.command.piece:
             return
         read.state = ReadState.INSPECTING
-        summing = self._summing.start_load(read, seed)
+        summing = self._start_load(read, seed)
         while not summing.done():  # also after an error of the read: the thread reads its places
             yield
         digest = summing.result()
