@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads vLLM's configuration, and refuses unsupported features of an engine at its start."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -14,11 +15,12 @@ from vllm.config.aux_output import AuxOutputConfig
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from kvhma.errors import UnsupportedPairError
+from kvhma.errors import SettingsError, UnsupportedPairError
 from kvhma.versions import series
 from kvhma.vllm.caches.formats import Writer
 from kvhma.vllm.config import engine_config
 from kvhma.vllm.config.engine_config import check_config, writer_of
+from kvhma.vllm.config.settings import Settings
 from support.attention_backends import fake_backend
 
 
@@ -89,6 +91,17 @@ def test_where_no_answers_are_kept(monkeypatch, changes, why):
     assert engine_config.no_answers(config(**changes)) == why
     monkeypatch.setattr(engine_config, "host_staged", lambda config: True)
     assert engine_config.no_answers(config(**changes)) == "blocks go through host memory"
+
+
+@pytest.mark.parametrize(("given", "staged", "option"), [(0.5, False, "digests"), (0, True, "staging")])
+def test_an_option_that_is_asked_for_must_be_installed(monkeypatch, given, staged, option):
+    monkeypatch.setattr(engine_config, "host_staged", lambda config: staged)
+    engine, settings = config(), Settings(content_digests=given)
+    engine.observability_config = SimpleNamespace(otlp_traces_endpoint=None)
+    assert engine_config.options_of(engine, settings) == ("tickets", option, "spans")
+    monkeypatch.setitem(sys.modules, f"kvhma.vllm.options.{option}", None)
+    with pytest.raises(SettingsError, match=f"without the option '{option}'"):
+        engine_config.options_of(engine, settings)
 
 
 class Gpu:

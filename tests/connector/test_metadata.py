@@ -70,7 +70,6 @@ def test_orders_of_a_step_come_as_they_were_given(again):
         LOADS,
         {"r": "why"},
         ["g"],
-        [((Span(0, [1]),), (Span(0, [2]),))],
         idle=True,
         step=5,
         extras={"option": (EXTRA,)},

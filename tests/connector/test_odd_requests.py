@@ -17,7 +17,8 @@ from vllm.v1.request import Request
 
 from connector.test_scheduler import request, scheduler, tables
 from kvhma._kvhma import ids_to_text
-from kvhma.vllm.device.slots import SlotRanges
+from kvhma.vllm.options.staging.scheduler import Room as Staging
+from kvhma.vllm.options.staging.slots import NAME, SlotRanges
 from support.cache.engine import Engine, EngineShape
 from support.cache.labels import GroupShape
 from support.schedulers import blocks
@@ -82,7 +83,13 @@ def staging_scheduler(slots=1000, **more):
 
 def scheduled(p, name, count, held):
     p.context.manager.get_block_ids = lambda _: held
-    return p.on_step(SimpleNamespace(num_scheduled_tokens={name: count}, total_num_scheduled_tokens=count)).copy_to_host
+    step = SimpleNamespace(num_scheduled_tokens={name: count}, total_num_scheduled_tokens=count)
+    return p.on_step(step).extras.get(NAME, [])
+
+
+def staging_of(p):
+    (room,) = (room for room in p.context.rooms if isinstance(room, Staging))
+    return room
 
 
 def test_blocks_of_a_request_that_was_preempted_are_copied_again():
@@ -127,7 +134,7 @@ def test_slots_are_of_one_request_until_others_have_read_it_or_its_lease_ended()
         assert not first & second
         assert 0 not in first | second
         empty = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
-        until(lambda: not p.prefill._slots_held, lambda: p.on_step(empty))
+        until(lambda: not staging_of(p)._held, lambda: p.on_step(empty))
         assert handed_over(p, "c")[1] == first
     finally:
         p.close()
@@ -164,7 +171,7 @@ def test_a_request_that_nobody_reads_gives_its_slots_back():
         scheduled(p, "r", 40, tables(p))
         asked.status = SimpleNamespace(name="FINISHED_ABORTED")
         assert p.on_request_finished(asked, tables(p)) is None
-        assert len(p.prefill._slots._free) == 1000
+        assert len(staging_of(p)._slots._free) == 1000
     finally:
         p.close()
 
@@ -179,7 +186,7 @@ def test_a_prompt_is_copied_once():
             assert len(scheduled(p, "r", count, tables(p))) == copies
         asked.num_computed_tokens = 42
         assert p.on_request_finished(asked, tables(p)) is not None
-        assert (p.prefill._to_stage, p.prefill._staged) == ({}, {})
+        assert staging_of(p)._prompts == {}
     finally:
         p.close()
 

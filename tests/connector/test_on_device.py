@@ -37,10 +37,11 @@ from kvhma.tensors.storages import Storages
 from kvhma.vllm import KvhmaConnector, connector
 from kvhma.vllm.caches.formats import Writer
 from kvhma.vllm.config import engine_config
-from kvhma.vllm.device import accelerator, memory, staging
-from kvhma.vllm.device.slots import SlotRanges
+from kvhma.vllm.device import accelerator, memory
 from kvhma.vllm.holds.lease_table import LeaseTable
 from kvhma.vllm.metadata import ReadCommand, StepMetadata
+from kvhma.vllm.options.staging import pool as pool_module
+from kvhma.vllm.options.staging.slots import NAME, SlotRanges
 from kvhma.vllm.peers.server import Listener, LocalEngine
 from kvhma.vllm.reads import read_steps
 from kvhma.vllm.reads.active_read import ReadState
@@ -362,7 +363,7 @@ def test_which_steps_wait_for_loads(p, start, monkeypatch, engines, idle, expect
 def copies(device, monkeypatch):
     """The device, which also orders copies by its streams, and finds copies that would wait for a stream."""
     monkeypatch.setattr(OnDevice, "simulated", device)
-    for module in (staging, indices):
+    for module in (pool_module, indices):
         monkeypatch.setattr(module, "torch", device)
     return device
 
@@ -372,7 +373,7 @@ def pool_over(cache, slots):
     part = Part("kv", "uint8", 1, 0, (Axis("tokens", 1, 16), Axis("content", 16, 1)))
     region = Region(cache.data_ptr(), cache.nbytes, "VRAM", 1)
     layer = Layer("a", 0, 0, 0, len(cache), 16, Page((part,)))
-    return staging.StagingPool(Geometry((region,), (Group("full", 1),), (layer,)), {"a": cache}, slots)
+    return pool_module.StagingPool(Geometry((region,), (Group("full", 1),), (layer,)), {"a": cache}, slots)
 
 
 def test_blocks_come_from_the_host_after_the_steps_before_and_no_thread_waits(copies):
@@ -407,7 +408,7 @@ def test_blocks_go_to_the_host_on_the_engines_stream_which_is_waited_for(copies)
 
 
 def test_few_blocks_are_copied_aside_at_a_time(copies, monkeypatch):
-    monkeypatch.setattr(staging, "_ASIDE_BYTES", 200)  # slots are 64 bytes
+    monkeypatch.setattr(pool_module, "_ASIDE_BYTES", 200)  # slots are 64 bytes
     cache = on_device(torch.zeros(8, 16, dtype=torch.uint8))
     pool = pool_over(cache, SlotRanges.of(1, 7))
     pool._bytes.view(9, -1)[2:, :16] = torch.arange(7, dtype=torch.uint8)[:, None] + 1
@@ -420,7 +421,7 @@ def test_what_was_launched_is_waited_for_if_the_rest_raises(copies, monkeypatch)
     cache = on_device(torch.zeros(8, 16, dtype=torch.uint8))
     pool = pool_over(cache, SlotRanges.of(1, 4))
     within = []
-    monkeypatch.setattr(staging, "_within", lambda *of: within.append(of) or 1 // 0)
+    monkeypatch.setattr(pool_module, "_within", lambda *of: within.append(of) or 1 // 0)
     go_on = threading.Event()
     copies.engine.put(lambda: None, go_on.is_set)
     after, raised = pool.device.mark(), []
@@ -447,7 +448,7 @@ def test_a_load_through_the_host_is_reported_when_its_blocks_are_there(copies, s
     before = [cache.clone() for cache in d.caches]
     expected = expected_after_loading(p, before, TOKENS)
     slots = (Span(0, [2, 3, 1]),)
-    p.connector.bind_connector_metadata(StepMetadata(copy_to_host=[((Span(0, THEIRS),), slots)]))
+    p.connector.bind_connector_metadata(StepMetadata(extras={NAME: [((Span(0, THEIRS),), slots)]}))
     p.connector.wait_for_save()
     go_on = threading.Event()
     copies.engine.put(lambda: None, go_on.is_set)

@@ -25,11 +25,10 @@ from kvhma.planning import live_spans
 from kvhma.vllm import connector
 from kvhma.vllm.caches.formats import Writer
 from kvhma.vllm.config import engine_config
-from kvhma.vllm.config.engine_config import staging_slots
 from kvhma.vllm.config.settings import Settings
-from kvhma.vllm.device.slots import NO_SLOTS, SlotRanges, Slots
-from kvhma.vllm.device.staging import StagingPool
 from kvhma.vllm.metadata import StepMetadata
+from kvhma.vllm.options.staging.pool import StagingPool
+from kvhma.vllm.options.staging.slots import NAME, SlotRanges, Slots, staging_slots
 from support.workers import PAGE, PAGES, Decode, Prefill, hold_reads, threads_of
 
 
@@ -155,7 +154,7 @@ def test_slots_are_taken_and_given_back():
 
 def test_loads_wait_for_slots_and_each_gets_its_own_bytes(monkeypatch):
     moves = {f"r{at}": ([at, at + 20, at + 40], [3 * at, 3 * at + 1, 3 * at + 2]) for at in range(1, 7)}
-    with contextlib.closing(Prefill()) as p, contextlib.closing(Decode(slots=SlotRanges.of(2, 4))) as d:
+    with contextlib.closing(Prefill()) as p, contextlib.closing(Decode(slots=(2, 4))) as d:
         d.reads(p, first=[60])
         go_on = hold_reads(monkeypatch)
         posted = threads_of(monkeypatch, Agent, "read")
@@ -184,7 +183,7 @@ def test_a_hand_off_through_the_pools_of_both_engines(monkeypatch):
         before = [cache.clone() for cache in d.caches]
         expected = test_on_device.expected_after_loading(p, before, test_on_device.TOKENS)
         slots = (Span(0, [2, 3, 1]),)
-        p.connector.bind_connector_metadata(StepMetadata(copy_to_host=[((Span(0, test_on_device.THEIRS),), slots)]))
+        p.connector.bind_connector_metadata(StepMetadata(extras={NAME: [((Span(0, test_on_device.THEIRS),), slots)]}))
         p.connector.wait_for_save()
         for cache in p.caches:
             cache.zero_()  # the blocks may belong to any request now
@@ -204,12 +203,10 @@ def test_a_hand_off_through_the_pools_of_both_engines(monkeypatch):
         ("kv_producer", None, (14, 0)),
         ("kv_consumer", None, (0, 14)),
         ("kv_both", 3, (3, 3)),
-        (None, None, (0, 0)),
     ],
 )
-def test_slots_by_role(monkeypatch, role, given, expected):
+def test_slots_by_role(role, given, expected):
     """A quarter of 20 blocks would not hold the longest request: 8 and 4 blocks, and one more of each group."""
-    monkeypatch.setattr(engine_config, "host_staged", lambda config: role is not None)
     transfer = SimpleNamespace(is_kv_producer=role != "kv_consumer", is_kv_consumer=role != "kv_producer")
     config = SimpleNamespace(kv_transfer_config=transfer, model_config=SimpleNamespace(max_model_len=128))
     specs = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=size)) for size in (16, 32)]
@@ -218,4 +215,3 @@ def test_slots_by_role(monkeypatch, role, given, expected):
     assert (len(found.reads), len(found.loads)) == expected
     assert not set(found.reads) & set(found.loads)
     assert 0 not in {*found.reads, *found.loads}
-    assert (found == NO_SLOTS) == (role is None)

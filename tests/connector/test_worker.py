@@ -16,7 +16,6 @@ pytest.importorskip("torch", reason="needs torch; make connector runs it")
 
 from kvhma.errors import PeerLostError
 from kvhma.oracle import cases
-from kvhma.vllm.device.slots import SlotRanges
 from kvhma.vllm.failures import Failure
 from kvhma.vllm.metadata import StepMetadata, WorkerReport
 from kvhma.vllm.peers import lease_question as lease
@@ -452,7 +451,7 @@ def waits_in(d, state):
 
 def test_places_go_to_the_read_that_has_waited_longest(p, decode, held_reads, monkeypatch):
     """There is room for one read. Another one comes whenever one has ended."""
-    d, order = decode(slots=SlotRanges.of(0, 1)), []
+    d, order = decode(slots=(0, 1)), []
     loads = p.loads(first=[1], waits=[2], a=[3], b=[4], c=[5], d=[6])
     succeed, newcomers = d.worker._results.succeed_load, iter("abcd")
 

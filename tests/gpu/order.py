@@ -27,8 +27,8 @@ from gpu.place import (
 )
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Span
 from kvhma.vllm.device.memory import DeviceMemory
-from kvhma.vllm.device.slots import SlotRanges
-from kvhma.vllm.device.staging import StagingPool
+from kvhma.vllm.options.staging.pool import StagingPool
+from kvhma.vllm.options.staging.slots import SlotRanges
 
 
 def zeroing(place: Place, outcome: Outcome) -> None:

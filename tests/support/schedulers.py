@@ -13,7 +13,6 @@ from kvhma.nixl import encode_handshake
 from kvhma.vllm.config.engine_facts import EngineFacts
 from kvhma.vllm.config.rooms import WITHOUT_SETTING
 from kvhma.vllm.config.settings import Settings
-from kvhma.vllm.device.slots import NO_SLOTS
 from kvhma.vllm.metadata import LocalWorkerIdentity, WorkerReport
 from kvhma.vllm.scheduler import KvhmaScheduler
 from kvhma.vllm.wire.params import Address
@@ -37,7 +36,7 @@ def scheduler(
     has_windows=False,
     secrets=(),
     ranks=2,  # so that the scheduler notifies P; a single worker does that itself
-    staging=NO_SLOTS,
+    staging=None,
     may_wait=True,
     engine_id="engine",
     at=None,
@@ -58,13 +57,14 @@ def scheduler(
         has_windows=has_windows,
         backoff=backoff,
         recompute=recompute,
-        host_staged=staging is not NO_SLOTS,
-        staging=staging,
+        host_staged=staging is not None,
+        extras={"staging": staging},
         transfer_groups=tuple(range(len(geometry.groups))),
         may_wait=may_wait,
         options=(
             *WITHOUT_SETTING,
             *(["pictures"] if more.get("mm_items") == "trust_prefill" else []),
+            *(["staging"] if staging is not None else []),
             *(["digests"] if more.get("content_digests") else []),
         ),
     )

@@ -14,8 +14,6 @@ from kvhma.geometry import Span
 from kvhma.nixl import Agent, key_hash
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.device.memory import DeviceMemory
-from kvhma.vllm.device.slots import SlotRanges
-from kvhma.vllm.device.staging import StagingPool
 from kvhma.vllm.holds.lease_table import LeaseTable
 from kvhma.vllm.metadata import ReadCommand, StepMetadata
 from kvhma.vllm.peers.server import Listener, LocalEngine
@@ -117,12 +115,15 @@ def load(name: str, remote: PrefillParams, blocks: list[int]) -> ReadCommand:
 class Decode:
     """A worker over separate memory; with `slots` it reads into a pool in host memory first."""
 
-    def __init__(self, *, may_wait: bool = True, slots: SlotRanges | None = None, **settings: object) -> None:
+    def __init__(self, *, may_wait: bool = True, slots: tuple[int, int] | None = None, **settings: object) -> None:
         self.memory = np.zeros(PAGES * PAGE, dtype=np.uint8)
         geometry = flat_geometry(self.memory)
         blocks = DeviceMemory(geometry, {})
-        if slots is not None:
-            blocks = StagingPool(geometry, {"layer.0": torch.from_numpy(self.memory)}, slots)
+        if slots is not None:  # an option, whose folder may be absent
+            from kvhma.vllm.options.staging.pool import StagingPool
+            from kvhma.vllm.options.staging.slots import SlotRanges
+
+            blocks = StagingPool(geometry, {"layer.0": torch.from_numpy(self.memory)}, SlotRanges.of(*slots))
             geometry = blocks.geometry
         agent = Agent(f"D{next(Prefill.numbers)}")
         agent.register(geometry)

@@ -33,7 +33,6 @@ from kvhma.vllm.config.engine_config import (
     check_items,
     engine_facts,
     engine_id_of,
-    host_staged,
     identity_of,
     may_wait,
     nixl_package,
@@ -41,14 +40,13 @@ from kvhma.vllm.config.engine_config import (
     options_of,
     rank_info_of,
     side_channel_of,
-    staging_slots,
     writer_of,
 )
 from kvhma.vllm.config.identity import ModelIdentity, encode_extra
 from kvhma.vllm.config.net_devices import choose_devices, is_loopback, warn_of_open_ports
+from kvhma.vllm.config.rooms import find_rooms
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.device.memory import DeviceMemory, Memory
-from kvhma.vllm.device.staging import StagingPool
 from kvhma.vllm.metadata import LocalWorkerIdentity, StepMetadata, WorkerReport
 from kvhma.vllm.peers.worker_context import WorkerContext
 from kvhma.vllm.plugin import register
@@ -109,7 +107,6 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         self._identity: ModelIdentity | None = None
         self._worker_identity: LocalWorkerIdentity | None = None
         self._report: WorkerReport | None = None
-        self._memory: Memory | None = None
         self._caches: dict[str, torch.Tensor] = {}
         if role is KVConnectorRole.SCHEDULER:
             _warn_of_unusual(self._settings)
@@ -208,13 +205,14 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         config = self._vllm_config
         self._caches = kv_caches
         place = rank_info_of(config)
-        geometry, self._memory = self._describe(kv_caches, place)
+        memory = self._describe(kv_caches, place)
+        geometry = memory.geometry
         parallel = config.parallel_config
         private_key, public_key = new_agent_key()
         name = f"kvhma-{self._engine_id[:64]}-{parallel.rank}"
-        agent = self._agent(name, public_key, on_host=self._memory.device.is_host)
-        if self._memory.scratch is not None:
-            agent.register_scratch(self._memory.scratch)
+        agent = self._agent(name, public_key, on_host=memory.device.is_host)
+        if memory.scratch is not None:
+            agent.register_scratch(memory.scratch)
         agent.register(geometry)
         board = _make_board(agent, public_key)
         board_place, board_file = (None, None) if board is None else (board.place, board.file)
@@ -229,14 +227,14 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
             identity,
             geometry,
             agent,
-            self._memory.device,
+            memory.device,
             rank=parallel.rank,
             may_wait=may_wait(config),
             cp_tp_size=place.cp_tp_size,
             board=board,
             options=self._options,
         )
-        self._worker = KvhmaWorker(context, self._memory)
+        self._worker = KvhmaWorker(context, memory)
         kinds = ", ".join(f"{group.kind} of {group.block_size}" for group in geometry.groups)
         logger.info(
             "kvhma: %d layers in %d regions, groups: %s; worker identity of %d bytes",
@@ -254,7 +252,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         """
         if self._worker is not None:
             self._worker.close(idle=True)
-            self._worker = self._memory = self._worker_identity = None
+            self._worker = self._worker_identity = None
             # A transport that copies by itself notices the closed connection only after some milliseconds. The memory
             # that it reads until then has to be mapped, and vLLM unmaps it after this call.
             time.sleep(_NOTICED_SECONDS)
@@ -267,17 +265,18 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None and self._caches:
             self.register_kv_caches(self._caches)
 
-    def _describe(self, kv_caches: dict[str, torch.Tensor], place: RankInfo) -> tuple[Geometry, Memory]:
-        """Return the geometry of the transferred caches, and the memory in which other engines read them."""
+    def _describe(self, kv_caches: dict[str, torch.Tensor], place: RankInfo) -> Memory:
+        """Return the memory in which other engines read the transferred caches."""
         config, layout = self._vllm_config, self._kv_cache_config
         groups = (layout.kv_cache_groups[index] for index in transferred_groups(layout))
         names = {name for group in groups for name in group.layer_names}
         caches = {name: cache for name, cache in kv_caches.items() if name in names}
         geometry = geometry_of(layout, caches, place, writer=writer_of(config))
-        if not host_staged(config):
-            return geometry, DeviceMemory(geometry, caches)
-        staging = StagingPool(geometry, caches, staging_slots(config, layout, self._settings))
-        return staging.geometry, staging
+        for room in find_rooms("worker", self._options):
+            memory: Memory | None = room.memory_of(geometry, caches, config, layout, self._settings)
+            if memory is not None:
+                return memory
+        return DeviceMemory(geometry, caches)
 
     def _agent(self, name: str, public_key: bytes, *, on_host: bool) -> Agent:
         settings = self._settings
@@ -322,11 +321,10 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         """Do nothing: other engines read the caches in place."""
 
     def wait_for_save(self) -> None:
-        """Copy blocks to host memory, if other engines read them there."""
+        """Let options use what the step computes: other engines read the caches in place."""
         metadata = self._connector_metadata
-        if isinstance(metadata, StepMetadata) and self._memory is not None:
-            for spans, slots in metadata.copy_to_host:
-                self._memory.copy_out(spans, slots)
+        if isinstance(metadata, StepMetadata) and self._worker is not None:
+            self._worker.on_step_launched(metadata)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose loads have ended, each once. The received requests include the failed ones."""

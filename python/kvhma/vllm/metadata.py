@@ -71,8 +71,6 @@ class StepMetadata(KVConnectorMetadata):
         loads: requests to read.
         refusals: requests that cannot be read, with the reason; the workers report them as failed.
         cancelled: requests that ended before they were completely read. Workers read nothing of them any more.
-        copy_to_host: blocks to copy to host memory after this step, and the slots to copy them to: for each request, a
-            span for each group.
         idle: whether this step computes nothing.
         step: number of the step, which the workers return with its results; None if the scheduler does not need it.
         extras: what options add, by option.
@@ -81,7 +79,6 @@ class StepMetadata(KVConnectorMetadata):
     loads: list[ReadCommand] = field(default_factory=list)
     refusals: dict[str, Failure] = field(default_factory=dict)
     cancelled: list[str] = field(default_factory=list)
-    copy_to_host: list[tuple[tuple[Span, ...], tuple[Span, ...]]] = field(default_factory=list)
     idle: bool = False
     step: int | None = None
     extras: dict[str, Any] = field(default_factory=dict)

@@ -154,12 +154,12 @@ class KvhmaScheduler:
         self._idle_steps = self._idle_steps + 1 if idle else 0
         if self._idle_steps > STEPS_UNDER_WAY and self.context.engine.may_wait:
             self._wait_for_peers()
-        for room in self.context.rooms:
-            room.on_step(output, self.decode.metadata)
-        metadata = self.decode.take_metadata()
+        metadata = self.decode.metadata
         metadata.idle = idle
         self.prefill.on_step(output, metadata)
-        return metadata
+        for room in self.context.rooms:
+            room.on_step(output, metadata)
+        return self.decode.take_metadata()
 
     def _wait_for_peers(self) -> None:
         """Wait a little for other threads and engines: a spinning step would take Python's lock and cores from them."""

@@ -85,6 +85,11 @@ class KvhmaWorker:
             after, self._mark = self._mark or self._device.mark(), None
             self._pump.start_reads(metadata.loads, after)
 
+    def on_step_launched(self, metadata: StepMetadata) -> None:
+        """Let options use what a step computes."""
+        for room in self._rooms:
+            room.on_step_launched(metadata)
+
     def collect(self, *, idle: bool) -> tuple[set[str], WorkerReport]:
         """Return the requests whose loads have ended, each once, and the report for the scheduler.
 

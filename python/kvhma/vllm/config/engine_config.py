@@ -27,11 +27,10 @@ from kvhma.vllm.caches.layer_parts import RankInfo
 from kvhma.vllm.caches.module_values import built_layers
 from kvhma.vllm.config.engine_facts import EngineFacts
 from kvhma.vllm.config.identity import ModelIdentity
-from kvhma.vllm.config.rooms import WITHOUT_SETTING, check_installed
+from kvhma.vllm.config.rooms import WITHOUT_SETTING, check_installed, find_rooms
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.config.weight_digests import SECONDS
 from kvhma.vllm.config.weight_files import digest_weights
-from kvhma.vllm.device.slots import NO_SLOTS, SlotRanges
 from kvhma.vllm.wire.params import Address
 
 if TYPE_CHECKING:
@@ -144,6 +143,7 @@ def options_of(config: VllmConfig, settings: Settings) -> tuple[str, ...]:
         "tickets": "",
         "next_turns": "bidirectional_kv_xfer is True" if has_turns else "",
         "pictures": f"mm_items is {settings.mm_items!r}" if settings.trusts_items else "",
+        "staging": f"kv_buffer_device is {HOST!r}" if host_staged(config) else "",
         "digests": f"content_digests is {settings.content_digests}" if settings.content_digests else "",
         "spans": "otlp_traces_endpoint is set" if config.observability_config.otlp_traces_endpoint else "",
     }
@@ -239,19 +239,6 @@ def host_staged(config: VllmConfig) -> bool:
     return bool(_transfer_config(config).kv_buffer_device == HOST and current_platform.device_type != HOST)
 
 
-def staging_slots(config: VllmConfig, caches: KVCacheConfig, settings: Settings) -> SlotRanges:
-    """Return the slots in host memory: the number of blocks in the settings, for each role of the engine."""
-    if not host_staged(config):
-        return NO_SLOTS
-    groups = [caches.kv_cache_groups[index].kv_cache_spec for index in transferred_groups(caches)]
-    # At least one request of any length fits at a time.
-    longest = sum(-(-config.model_config.max_model_len // spec.block_size) + 1 for spec in groups)
-    needed = min(longest, caches.num_blocks)
-    count = settings.staging_blocks or max(caches.num_blocks // 4, needed)
-    transfer = _transfer_config(config)
-    return SlotRanges.of(count if transfer.is_kv_producer else 0, count if transfer.is_kv_consumer else 0)
-
-
 def _transfer_config(config: VllmConfig) -> KVTransferConfig:
     if config.kv_transfer_config is None:
         raise SettingsError("kv_transfer_config is missing, expected the connector's")
@@ -303,7 +290,7 @@ def advertised_of(config: VllmConfig, settings: Settings) -> Address:
 def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) -> EngineFacts:
     """Return the facts of an engine for the connector's scheduler."""
     parallel = config.parallel_config
-    groups = transferred_groups(caches)
+    groups, options = transferred_groups(caches), options_of(config, settings)
     # The scheduler has the layers of the first stage. Of a group without layers there it has the spec.
     kinds = {
         kind_of(next(iter(group.layer_names), "of a later stage"), spec)
@@ -337,12 +324,14 @@ def engine_facts(config: VllmConfig, caches: KVCacheConfig, settings: Settings) 
         backoff=max(int(not keeps_all), lookahead),
         recompute=_transfer_config(config).kv_load_failure_policy == "recompute",
         host_staged=host_staged(config),
-        staging=staging_slots(config, caches, settings),
         transfer_groups=groups,
         drafted_state=caches.has_mamba_layers and _drafted_state(config),
         drafts=config.speculative_config is not None,
         max_model_len=config.model_config.max_model_len,
-        options=options_of(config, settings),
+        options=options,
+        extras={
+            name: room.facts(config, caches, settings) for name in options for room in find_rooms("scheduler", [name])
+        },
         positions_depend_on_items=config.model_config.uses_mrope,
         may_wait=may_wait(config),
         step_timeout=vllm.envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from kvhma.vllm.config.net_devices import is_loopback
 from kvhma.vllm.config.rooms import WITHOUT_SETTING
-from kvhma.vllm.device.slots import NO_SLOTS, SlotRanges
 from kvhma.vllm.wire.params import Address
 
 
@@ -26,7 +27,6 @@ class EngineFacts:
         recompute: whether a failed load falls back to local prefill instead of failing the request.
         host_staged: whether blocks go through host memory.
         transfer_groups: indices of the transferred groups.
-        staging: slots of the pool in host memory; empty if blocks do not go through host memory.
         drafted_state: whether decoding moves the state with the accepted drafts: to another slot, to later rows, or in
             a ring. Another engine finds the state only directly after the prompt.
         max_model_len: most tokens of a request.
@@ -39,6 +39,7 @@ class EngineFacts:
         may_wait: whether a step with nothing to compute may wait without delaying other engines or stages.
         step_timeout: seconds after which vLLM takes a step for hung.
         bind: where its listener binds; None for `address`.
+        extras: what options have read of the configuration, by option.
         applies_adapters: settings that decide to which modules vLLM applies an adapter, as JSON.
     """
 
@@ -51,7 +52,6 @@ class EngineFacts:
     recompute: bool
     host_staged: bool
     transfer_groups: tuple[int, ...]
-    staging: SlotRanges = NO_SLOTS
     drafted_state: bool = False
     has_windows: bool = False
     max_model_len: int = 0
@@ -64,6 +64,7 @@ class EngineFacts:
     step_timeout: float = 300.0
     bind: Address | None = None
     applies_adapters: str = ""
+    extras: Mapping[str, Any] = field(default_factory=dict)
 
     def is_own(self, address: Address) -> bool:
         """Return whether an address leads, from this host, obviously to this engine's own listener."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device of the caches: streams, events, memory, staging through the host."""
+"""The device of the caches: streams, events, memory."""

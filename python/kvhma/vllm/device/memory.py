@@ -25,12 +25,14 @@ class Memory(Protocol):
     """The memory that loads read into and other engines read from.
 
     Attributes:
+        geometry: that is registered.
         kind: of the registered memory.
         device: of the engine's caches.
         scratch: a range on the device for the first read of a connection, to be registered too; None if host memory is
             registered.
     """
 
+    geometry: Geometry
     kind: MemoryKind
     device: CacheDevice
     scratch: Region | None
@@ -76,15 +78,13 @@ class Memory(Protocol):
             Device work after which the blocks are filled and the places may be freed; None if they are.
         """
 
-    def copy_out(self, spans: Sequence[Span], places: Sequence[Span]) -> None:
-        """Copy computed blocks to places where other engines read them. Done when it returns."""
-
 
 class DeviceMemory:
     """The engine's own caches."""
 
     def __init__(self, geometry: Geometry, caches: Mapping[str, torch.Tensor]) -> None:
         """Find the storages of the caches."""
+        self.geometry = geometry
         self.kind: MemoryKind = geometry.regions[0].memory
         self.device = device_of(caches.values())
         self._storages = Storages(caches)
@@ -131,9 +131,6 @@ class DeviceMemory:
     ) -> torch.Event | None:
         """Do nothing: the blocks are filled already."""
         return None
-
-    def copy_out(self, spans: Sequence[Span], places: Sequence[Span]) -> None:
-        """Do nothing: other engines read the blocks directly."""
 
 
 def zero_host(rows: NDArray[np.uint64]) -> None:

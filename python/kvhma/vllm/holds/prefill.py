@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvhma._kvhma import first_entries
-from kvhma.errors import KvhmaError, RequestError
+from kvhma.errors import KvhmaError
 from kvhma.geometry import Geometry, Span
 from kvhma.planning import live_spans
-from kvhma.vllm.device.slots import Slots
 from kvhma.vllm.holds.held_blocks import free_blocks, hold_blocks
 from kvhma.vllm.holds.lease_boards import LeaseBoards
 from kvhma.vllm.holds.lease_table import EndedLease, LeaseEnd
@@ -61,13 +60,6 @@ class PrefillScheduler:
         self._hellos: dict[tuple[int, int], tuple[bytes, bytes]] = {}
         self._shortened: set[str] = set()
         """Requests whose last tokens P leaves to D."""
-        self._to_stage: dict[str, Request] = {}
-        """Requests whose blocks the workers copy to host memory once their prompt is computed."""
-        self._staged: dict[str, tuple[int, tuple[Span, ...] | None]] = {}
-        """By request, how often it had been preempted when its blocks were copied, and their slots (None: no room)."""
-        self._slots = Slots(context.engine.staging.reads)
-        self._slots_held: dict[LeaseKey, tuple[Span, ...]] = {}
-        """Slots of held requests."""
 
     def close(self) -> None:
         """Stop answering other engines."""
@@ -118,8 +110,6 @@ class PrefillScheduler:
         if self._left_to_d(request) and not (request.get_skip_reading_prefix_cache() or request.resumable):
             shorten_prompt(request, self._context.engine.loadable_tokens(request.num_prompt_tokens))
             self._shortened.add(request.request_id)
-        if self._context.engine.host_staged:
-            self._to_stage[request.request_id] = request
         engine = self._context.engine
         source = Incarnation(
             engine.address, engine.engine_id, self._incarnation_id, engine.ranks_of_stage, engine.pp_size
@@ -129,7 +119,7 @@ class PrefillScheduler:
             self._context.prompts.begin_digest(request, total)
 
     def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
-        """Free blocks whose lease has ended, and order copies to host memory."""
+        """Free blocks whose lease has ended, and number the step."""
         metadata.step = self.settling.on_step(output)
         self.free_ended_leases()
         if refused := self._context.leases.take_digests_refused():
@@ -137,8 +127,6 @@ class PrefillScheduler:
             peer_log.logger.warning(
                 "kvhma: refused %d claims: their digest does not match the parameters that P returned", refused
             )
-        if self._to_stage:
-            metadata.copy_to_host = self._finished_prefills(output)
 
     def free_ended_leases(self) -> bool:
         """Free blocks whose lease has ended; return whether there were any."""
@@ -170,7 +158,6 @@ class PrefillScheduler:
                     *_some(leases),
                 )
         for key, blocks, _ in itertools.chain.from_iterable(ended.values()):
-            self._slots.release_slots(self._slots_held.pop(key, ()))
             for room in self._context.rooms:
                 room.on_lease_ended(key)
             if manager is not None:
@@ -192,19 +179,11 @@ class PrefillScheduler:
         self, request: Request, tables: Sequence[Sequence[int]]
     ) -> tuple[dict[str, Any], LeaseClaim] | None:
         """Hold the blocks of a request; return its parameters and a claim without a reader, for its ticket."""
-        self._to_stage.pop(request.request_id, None)
-        remote, geometry, manager = (
-            self._describe_finished(request, tables),
-            self._context.geometry,
-            self._context.manager,
-        )
+        remote = self._describe_finished(request, tables)
+        geometry, manager = self._context.geometry, self._context.manager
         self._shortened.discard(request.request_id)
-        _, slots = self._staged.pop(request.request_id, (0, None))
         if remote is None or geometry is None or manager is None:
-            self._slots.release_slots(slots or ())
             return None
-        if slots is not None:
-            self._slots_held[remote.lease_key] = slots
         engine = self._context.engine
         params, digest = remote.to_params(self._context.secrets, pp_size=engine.pp_size, dcp_size=engine.dcp_size)
         # All blocks of the request, also of groups that are not transferred.
@@ -221,7 +200,7 @@ class PrefillScheduler:
         if request.status.name not in FINISHED_WELL or self.settling.is_cancelled(request.request_id):
             return None
         tokens = self._tokens_to_hand_off(request)
-        spans = None if tokens is None else self._spans_to_hand_off(request.request_id, tokens, tables, geometry)
+        spans = None if tokens is None else self._spans_to_hand_off(request, tokens, tables, geometry)
         if tokens is None or spans is None:
             return None
         remote = self.describe_request(request, tokens, spans)
@@ -248,7 +227,6 @@ class PrefillScheduler:
     def discard_request(self, request_id: str) -> None:
         """Discard a request that ended before P could compute it."""
         self._shortened.discard(request_id)
-        self._to_stage.pop(request_id, None)
         self.settling.on_request_finished(request_id, None)
         self._context.prompts.cancel_digest(request_id)
 
@@ -267,31 +245,30 @@ class PrefillScheduler:
             # D needs no tokens after these, and can use a cache of tokens for fewer of them.
             return min(tokens, prompt - self._left_to_d(request))
         decoded = tokens - prompt
-        if decoded <= 0 or not (engine.drafted_state or engine.host_staged):
+        if decoded <= 0 or not engine.drafted_state:
             return tokens
-        if engine.drafted_state:
-            why = "with speculative_config, and the recurrent state is then at another place, after the accepted drafts"
-        else:
-            why = "and the recurrent state in host memory (kv_buffer_device) is that of its prompt"
-        text = "kvhma: cannot hand off request %s: it decoded %d tokens %s; send max_tokens=1 to P"
-        peer_log.logger.warning(text, request.request_id, decoded, why)
+        peer_log.logger.warning(
+            "kvhma: cannot hand off request %s: it decoded %d tokens with speculative_config, and the recurrent state "
+            "is then at another place, after the accepted drafts; send max_tokens=1 to P",
+            request.request_id,
+            decoded,
+        )
         return None
 
     def _spans_to_hand_off(
-        self, request_id: str, tokens: int, tables: Sequence[Sequence[int]], geometry: Geometry
+        self, request: Request, tokens: int, tables: Sequence[Sequence[int]], geometry: Geometry
     ) -> list[Span] | None:
-        """Return all live blocks of a request, or their slots in host memory.
+        """Return all live blocks of a request; None if the window or chunk of the token after `tokens` lacks a block.
 
-        None if they have no slots, or if the window or chunk of the token after `tokens` lacks a block.
+        An option may have them read at other places, or not at all.
         """
+        request_id = request.request_id
         try:
-            if self._context.engine.host_staged:
-                _, slots = self._staged.get(request_id, (0, None))
-                if slots is None:
-                    return None
-                spans = list(slots)
-            else:
-                spans = live_spans(geometry, None, self._context.transfer_tables(tables))
+            spans: list[Span] | None = live_spans(geometry, None, self._context.transfer_tables(tables))
+            for room in self._context.rooms:
+                spans = None if spans is None else room.handed_off_spans(request, spans)
+            if spans is None:
+                return None
             needed = first_entries(geometry.core, tokens, [0] * len(spans))
         except KvhmaError:
             logger.exception("kvhma: cannot hand off the blocks of request %s", request_id)
@@ -305,44 +282,6 @@ class PrefillScheduler:
             )
             return None
         return spans
-
-    def _finished_prefills(self, output: SchedulerOutput) -> list[tuple[tuple[Span, ...], tuple[Span, ...]]]:
-        """Return the blocks of the requests whose prompt this step completes, and their slots in host memory.
-
-        A request is copied again after each preemption. It then has other blocks, and all may be prefix-cache hits.
-        """
-        geometry, manager = self._context.geometry, self._context.manager
-        finished = []
-        for request_id, count in output.num_scheduled_tokens.items():
-            request = self._to_stage.get(request_id)
-            if request is None or request.num_computed_tokens + count < request.num_prompt_tokens:
-                continue
-            preemptions, slots = self._staged.pop(request_id, (-1, None))
-            if preemptions != request.num_preemptions and geometry is not None and manager is not None:
-                self._slots.release_slots(slots or ())
-                tables = self._context.transfer_tables(manager.get_block_ids(request_id))
-                spans = tuple(live_spans(geometry, None, tables))
-                slots = self._take_slots(request_id, spans)
-                if slots is not None:
-                    finished.append((spans, slots))
-            self._staged[request_id] = request.num_preemptions, slots
-        return finished
-
-    def _take_slots(self, request_id: str, spans: tuple[Span, ...]) -> tuple[Span, ...] | None:
-        """Return slots for the blocks of a request; None if there is no room, and so no hand-off."""
-        try:
-            slots = self._slots.take_slots(spans)
-        except RequestError as error:
-            logger.warning("kvhma: cannot hand off request %s: %s", request_id, error)
-            return None
-        if slots is None:
-            self._context.stats.count("staging_full")
-            peer_log.logger.warning(
-                "kvhma: cannot hand off request %s: all staging_blocks hold requests that decode engines have not read "
-                "yet; D computes the prompt",
-                request_id,
-            )
-        return slots
 
 
 def _some(ended: Sequence[EndedLease]) -> tuple[int, str]:

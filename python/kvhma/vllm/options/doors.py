@@ -17,9 +17,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
+    from kvhma.geometry import Geometry, Span
+    from kvhma.vllm.config.settings import Settings
+    from kvhma.vllm.device.memory import Memory
     from kvhma.vllm.metadata import ReadCommand, StepMetadata, WorkerReport
     from kvhma.vllm.wire.params import LeaseKey, PrefillParams
 
@@ -32,6 +38,10 @@ class SchedulerDoor:
     """
 
     changes_prompts = False
+
+    @classmethod
+    def facts(cls, config: VllmConfig, caches: KVCacheConfig, settings: Settings) -> Any:
+        """Return what the option reads of vLLM's configuration, for the `extras` of `EngineFacts`."""
 
     def on_request_added(self, request: Request, params: dict[str, Any]) -> bool:
         """Note a new request that has ``kv_transfer_params``; return whether the option handles it alone."""
@@ -100,6 +110,10 @@ class SchedulerDoor:
         `tables` are the blocks; None if the option must not hold them.
         """
 
+    def handed_off_spans(self, request: Request, spans: list[Span]) -> list[Span] | None:
+        """Return where other engines read the blocks `spans` of a finished request; None if they cannot."""
+        return spans
+
     def on_hand_off(self, request: Request, remote: PrefillParams) -> PrefillParams:
         """Return the parameters of a request that P hands off, with what the option adds."""
         return remote
@@ -128,8 +142,15 @@ class SchedulerDoor:
 class WorkerDoor:
     """An option in a worker's process. `read` is always a :class:`kvhma.vllm.reads.active_read.ActiveRead`."""
 
+    @classmethod
+    def memory_of(cls, geometry: Geometry, caches: Mapping[str, torch.Tensor], *configured: Any) -> Memory | None:
+        """Return the memory that is registered instead of the caches; `configured` is as for `SchedulerDoor.facts`."""
+
     def on_step(self, metadata: StepMetadata) -> None:
         """Carry out the option's commands of a step, in the engine's thread."""
+
+    def on_step_launched(self, metadata: StepMetadata) -> None:
+        """Use what a step computes, in the engine's thread, whose stream orders this after the step."""
 
     def inspect(self, read: Any) -> Iterator[None]:
         """Do the option's part of a read whose bytes are there, while it holds its places and P's engine.

@@ -17,7 +17,7 @@ from kvhma.tensors.indices import indices_beside
 from kvhma.tensors.storages import Storages
 from kvhma.vllm.device.accelerator import device_of
 from kvhma.vllm.device.memory import zero_host
-from kvhma.vllm.device.slots import SlotRanges, Slots
+from kvhma.vllm.options.staging.slots import SlotRanges, Slots
 
 _ALIGN = 64
 _ASIDE_BYTES = 64 << 20
@@ -88,7 +88,7 @@ class StagingPool:
         return self.device.launch(lambda: self._to_device(places, spans), after)
 
     def copy_out(self, spans: Sequence[Span], places: Sequence[Span]) -> None:
-        """Copy blocks to slots, on the stream of the calling thread, and wait."""
+        """Copy computed blocks to slots, on the stream of the calling thread, and wait."""
         for parts, blocks, slots in self._moves(spans, places):
             # Zeros, because other engines can also read the gaps between pages.
             copies = parts[0][0].new_zeros((len(slots), self._room), dtype=torch.uint8)

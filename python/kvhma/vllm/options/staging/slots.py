@@ -7,9 +7,20 @@ import heapq
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvhma.errors import RequestError
 from kvhma.geometry import Span
+from kvhma.vllm.caches.formats import transferred_groups
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvhma.vllm.config.settings import Settings
+
+NAME = "staging"
+"""The name of this option in `extras`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +50,15 @@ class SlotRanges:
         return 1 + len(self.reads) + len(self.loads)
 
 
-NO_SLOTS = SlotRanges.of(0, 0)
+def staging_slots(config: VllmConfig, caches: KVCacheConfig, settings: Settings) -> SlotRanges:
+    """Return the slots of an engine: the number of blocks in the settings, for each of its roles."""
+    role = config.kv_transfer_config
+    assert role is not None  # noqa: S101
+    groups = [caches.kv_cache_groups[index].kv_cache_spec for index in transferred_groups(caches)]
+    # At least one request of any length fits at a time.
+    longest = sum(-(-config.model_config.max_model_len // spec.block_size) + 1 for spec in groups)
+    count = settings.staging_blocks or max(caches.num_blocks // 4, min(longest, caches.num_blocks))
+    return SlotRanges.of(count if role.is_kv_producer else 0, count if role.is_kv_consumer else 0)
 
 
 class Slots:
