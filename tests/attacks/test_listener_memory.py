@@ -38,6 +38,7 @@ from kvhma.vllm.wire.messages import (
 from support import listener_memory
 from support.listener_memory import KIB, MIB, TICKET, Limits, page_rows
 from support.listening import NONCE, answers, connect, framed
+from support.strangers import own_certificate, own_context
 from support.waiting import HANG_SECONDS, until
 
 SMALL = Limits(connections=256, handshakes=32, unfinished=20 * MIB, reply=4 * MIB, tickets=512)
@@ -152,35 +153,9 @@ LARGE = framed(bytes(MAX_QUESTION_BYTES))
 TOO_LONG = struct.pack("<I", MAX_QUESTION_BYTES + 1)
 
 
-def own_certificate(folder):
+def long_certificate(folder):
     """The context of a peer without the secret, whose certificate is as long as OpenSSL takes it."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import serialization
-
-    from kvhma.vllm.wire.secrets import _credential
-
-    credential = _credential(b"a secret that no engine has")
-    key, certificate = credential.private_key, credential.certificate
-    made = x509.CertificateBuilder(
-        certificate.issuer,
-        certificate.subject,
-        certificate.public_key(),
-        certificate.serial_number,
-        certificate.not_valid_before_utc.replace(tzinfo=None),
-        certificate.not_valid_after_utc.replace(tzinfo=None),
-        [],
-    ).add_extension(x509.UnrecognizedExtension(x509.ObjectIdentifier("1.2.3.4"), bytes(99_000)), critical=False)
-    encoding = serialization.Encoding.PEM
-    file = folder / "certificate"
-    file.write_bytes(
-        key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        + made.sign(key, None).public_bytes(encoding)
-    )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    context.load_cert_chain(file)
-    return context
+    return own_context(certificate=own_certificate(folder, "stranger", padding=99_000))
 
 
 def long_hello(peer):
@@ -271,7 +246,7 @@ def test_a_connection():
 
 @pytest.mark.parametrize("kind", HANDSHAKES)
 def test_handshakes_that_do_not_end(flood, kind, tmp_path):
-    context = own_certificate(tmp_path) if "certificate" in kind else None
+    context = long_certificate(tmp_path) if "certificate" in kind else None
     for _ in range(2 * SMALL.handshakes):
         (peer,) = flood.peers(1, opened=False, context=context)
         HANDSHAKES[kind](peer)
@@ -428,7 +403,7 @@ def test_a_flood_of_everything_reaches_what_the_page_says_and_no_more(limits, se
             flood, most = Flood(found, stack), limits.most(secret=secret)
             fill(flood, limits)
             assert NEAR * most <= flood.peak <= most
-            overflow(flood, 24, own_certificate(tmp_path))
+            overflow(flood, 24, long_certificate(tmp_path))
             (honest,) = flood.peers(1)
             assert read_answer(honest.ask(QUESTIONS[AskEngineInfo]())).engine_id == "p"
             assert flood.peak <= most
