@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 
-# With its parts, since torch warns while they are imported, and a warning is an error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 torch = pytest.importorskip("torch", reason="needs torch; make connector runs it")
 
@@ -18,7 +17,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     MambaSpec,
     MLAAttentionSpec,
-    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     compute_layout_strides,
@@ -54,14 +52,8 @@ def chunked(heads=2, block=16):
     )
 
 
-def mla(block=16, **more):
-    return MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=24, dtype=BF16, max_tp_shards=1, **more)
-
-
-def sliding_mla(block=16):
-    return SlidingWindowMLASpec(
-        block_size=block, num_kv_heads=1, head_size=24, dtype=BF16, sliding_window=24, max_tp_shards=1
-    )
+def mla(block=16):
+    return MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=24, dtype=BF16, max_tp_shards=1)
 
 
 def mamba2(tp, *, heads=4, groups=1, order="DS", padded=None, spec=0):
@@ -86,17 +78,6 @@ def gdn(tp, *, order="DS", padded=None):
         dtypes=(BF16, torch.float32),
         page_size_padded=padded,
         mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
-    )
-
-
-def mamba1(tp, *, order="DS", padded=None):
-    conv = (16 // tp, 3) if order == "DS" else (3, 16 // tp)
-    return MambaSpec(
-        block_size=64,
-        shapes=(conv, (16 // tp, 8)),
-        dtypes=(BF16, torch.float32),
-        page_size_padded=padded,
-        mamba_type=MambaAttentionBackendEnum.MAMBA1,
     )
 
 
@@ -145,81 +126,10 @@ def moved(local, remotes, tokens=(1, 15, 16, 17, 40, 64)):
         Oracle(local, remotes).check(count, mine, theirs, plan.transfer(count, mine, theirs))
 
 
-def test_what_a_full_attention_layer_looks_like():
-    geometry = worker([full()])
-    (part,) = geometry.layers[0].page.parts
-    assert [axis.name for axis in part.axes] == ["heads", "tokens", "content"]
-    assert part.nbytes == 2 * 16 * 16 * 2
-    assert geometry.groups[0].kind == "full"
-    assert len(geometry.regions) == 1
-
-
-LAYOUTS = [layout.name for layout in KVCacheLayout]
-
-
-@pytest.mark.parametrize(("mine", "theirs"), list(itertools.product(LAYOUTS, LAYOUTS)))
-def test_every_layout_to_every_other(mine, theirs):
-    moved(worker([full()], layout=mine), [worker([full()], layout=theirs)])
-
-
-@pytest.mark.parametrize("spec", [full, sliding, chunked], ids=lambda spec: spec.__name__)
 @pytest.mark.parametrize(("mine", "theirs"), [(16, 32), (32, 16), (16, 16)])
-def test_attention_of_other_block_sizes(spec, mine, theirs):
-    moved(worker([spec(block=mine)]), [worker([spec(block=theirs)])])
-
-
-@pytest.mark.parametrize("spec", [mla, sliding_mla], ids=lambda spec: spec.__name__)
-@pytest.mark.parametrize(("mine", "theirs"), [(16, 32), (32, 16)])
-def test_latents(spec, mine, theirs):
-    here = worker([spec(block=mine)], rank_info=RankInfo(1, 2))
-    moved(here, [worker([spec(block=theirs)], rank_info=RankInfo(rank, 4)) for rank in range(4)])
-
-
-@pytest.mark.parametrize("kernel", [16, 32])
-def test_kernel_blocks(kernel):
-    moved(worker([full(block=32)], kernel=kernel), [worker([full(block=32)])])
-
-
-@pytest.mark.parametrize(("mine", "theirs"), list(itertools.product([1, 2, 4], [1, 2, 4])))
-def test_heads_over_ranks(mine, theirs):
-    def ranks(tp):
-        held = max(1, 2 // tp)
-        return [worker([full(heads=held)], rank_info=RankInfo(rank, tp)) for rank in range(tp)]
-
-    for rank in ranks(mine):
-        moved(rank, ranks(theirs))
-
-
-STATES = {
-    "mamba1": mamba1,
-    "mamba2, 1 group": mamba2,
-    "mamba2, 2 groups": lambda tp, **more: mamba2(tp, groups=2, **more),
-    "mamba2, 4 groups": lambda tp, **more: mamba2(tp, groups=4, **more),
-    "gdn": gdn,
-}
-
-
-@pytest.mark.parametrize("name", STATES)
-@pytest.mark.parametrize(("mine", "theirs"), [(1, 1), (1, 2), (2, 1), (2, 2)])
-@pytest.mark.parametrize(("here", "there"), list(itertools.product(["DS", "SD"], ["DS", "SD"])))
-def test_states_over_ranks_in_both_orders(name, mine, theirs, here, there):
-    groups = {"mamba2, 1 group": 1, "mamba2, 2 groups": 2, "mamba2, 4 groups": 4}.get(name)
-
-    def ranks(tp, order):
-        spec = STATES[name](tp, order=order)
-        return [worker([spec], rank_info=RankInfo(rank, tp, state_groups=groups)) for rank in range(tp)]
-
-    for rank in ranks(mine, here):
-        moved(rank, ranks(theirs, there), tokens=(5,))
-
-
-def test_groups_of_state_that_ranks_repeat_are_held_whole():
-    geometry = worker([mamba2(2, groups=1)], rank_info=RankInfo(1, 2, state_groups=1))
-    parts = {part.name: part for part in geometry.layers[0].page.parts}
-    assert set(parts) == {"x", "B", "C", "ssm"}
-    for name in "BC":
-        (channels, _) = parts[name].axes
-        assert (channels.start, channels.length, channels.extent) == (0, 8, 8)
+def test_chunks_in_blocks_of_other_sizes(mine, theirs):
+    """test_formats.py has the other formats, with their bytes."""
+    moved(worker([chunked(block=mine)]), [worker([chunked(block=theirs)])])
 
 
 def test_a_hybrid_with_padded_pages_of_state():

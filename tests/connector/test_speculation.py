@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-# With its parts, since torch warns while they are imported, which is no error here.
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 torch = pytest.importorskip("torch", reason="needs torch; make connector runs it")
 
@@ -221,13 +220,6 @@ def test_linear_attention_over_ranks(mine: int, theirs: int, drafts: int) -> Non
         d, state = engine(rank, mine)
         copied(d, sources, ([Span(0, [1])], [Span(0, [1])]))
         np.testing.assert_array_equal(state, np.split(whole, mine)[rank])
-
-
-def test_what_it_was() -> None:
-    """Until November 2026 all rows were the state's, so that speculation on one side was refused as a difference."""
-    (plain, drafted) = (Engine(state_spec(drafts, "SD")).geometry.layers[0].page.parts[0] for drafts in (0, 3))
-    rows = [part.axes[1] for part in (plain, drafted)]
-    assert [(axis.extent, axis.spare) for axis in rows] == [(3, 0), (6, 3)]  # rows: 3 with 6
 
 
 def test_states_that_are_not_known_name_the_setting() -> None:
