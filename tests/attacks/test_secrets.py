@@ -50,6 +50,7 @@ from support.listening import (
     hostile,
     is_answered,
     listening,
+    pass_on,
     problem,
     said,
 )
@@ -131,18 +132,7 @@ def test_an_older_tls(address, version):
 def seen_on_the_path(address, secrets):
     """All bytes of a question and its answer."""
     seen = bytearray()
-
-    def pass_on(raw):
-        with connect(address) as onward:
-            threads = [
-                threading.Thread(target=copy, args=(one, other, seen)) for one, other in ((raw, onward), (onward, raw))
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-
-    with hostile(pass_on) as between, Client(between, 5, secrets) as client:
+    with hostile(lambda raw: pass_on(raw, address, seen)) as between, Client(between, 5, secrets) as client:
         assert client.ask(AskWorkerIdentity(0, 0, NONCE), SignedWorkerIdentity).data == HELLO
         client.close()
     assert len(seen) > len(HELLO)
@@ -163,16 +153,8 @@ def test_messages_without_a_secret_are_not_encrypted():
     assert NONCE in seen
 
 
-def copy(source, target, seen):
-    while data := source.recv(1 << 16):
-        seen += data
-        target.sendall(data)
-    with contextlib.suppress(OSError):
-        target.shutdown(socket.SHUT_WR)
-
-
 def test_changed_messages_are_refused(address):
-    def pass_on(raw):
+    def change(raw):
         with connect(address) as onward:
             onward.settimeout(0.3)
             raw.settimeout(0.3)
@@ -189,7 +171,7 @@ def test_changed_messages_are_refused(address):
                     other.sendall(data)
 
     with (
-        hostile(pass_on) as between,
+        hostile(change) as between,
         Client(between, 3, A) as client,
         pytest.raises(HandshakeTimeoutError, match="no answer"),
     ):

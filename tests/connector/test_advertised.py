@@ -5,8 +5,6 @@ to itself."""
 from __future__ import annotations
 
 import contextlib
-import socket
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +20,7 @@ from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, EngineInfo
 from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.secrets import Secrets
 from support.engines.engine import free_port
+from support.listening import hostile, pass_on
 from support.schedulers import request, scheduler, tables, tickets_of
 from support.waiting import until
 
@@ -83,46 +82,11 @@ def handed_over(p, name="r"):
     return p.on_request_finished(asked, tables(p))
 
 
-@contextlib.contextmanager
-def mapping(inner):
-    """A port that forwards to another port of this machine, as NAT or a container's published port does."""
-    outer = socket.create_server(("127.0.0.1", 0))
-
-    def carry(source, target):
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                target.sendall(data)
-        for one in (source, target):
-            with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-
-    def carry_both(accepted):
-        with accepted, socket.create_connection(inner) as carried:
-            back = threading.Thread(target=carry, args=(carried, accepted))
-            back.start()
-            carry(accepted, carried)
-            back.join()
-
-    def accept():
-        with contextlib.suppress(OSError):
-            while True:
-                thread = threading.Thread(target=carry_both, args=(outer.accept()[0],))
-                thread.start()
-                threads.append(thread)
-
-    threads = [threading.Thread(target=accept)]
-    threads[0].start()
-    with outer:
-        yield Address(*outer.getsockname())
-        outer.shutdown(socket.SHUT_RDWR)  # ends `accept`, which a close does not
-        for thread in threads:
-            thread.join()
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::"])
 def test_an_engine_behind_a_mapping_is_reached_through_it(host):
     bind = Address(host, free_port())
-    with mapping(("127.0.0.1", bind.port)) as outside, engine(bind, outside) as p:
+    mapping = hostile(lambda raw: pass_on(raw, Address("127.0.0.1", bind.port)))  # as a container's published port
+    with mapping as outside, engine(bind, outside) as p:
         params = handed_over(p)
         assert (params["remote_host"], params["remote_port"]) == outside
         with Client(outside, 5, Secrets()) as client:

@@ -173,6 +173,24 @@ def hostile(serve: Callable[[socket.socket], None], connections: int = 1) -> Ite
         assert not thread.is_alive()
 
 
+def pass_on(raw: socket.socket, address: Address, seen: bytearray | None = None) -> None:
+    """Copy all bytes of a connection to an address and back, as one on the path does that sees them."""
+
+    def copy(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if seen is not None:
+                    seen.extend(data)
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    with connect(address) as onward:
+        back = threading.Thread(target=copy, args=(onward, raw))
+        back.start()
+        copy(raw, onward)
+        back.join()
+
+
 def resident() -> int:
     """Bytes of memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
