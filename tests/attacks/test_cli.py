@@ -29,39 +29,23 @@ NANO = "NVIDIA-Nemotron-3-Nano-30B-A3B"
         ),
         ([], "Missing argument 'MODEL'"),
         ([NANO, "--tokens", "-5"], "'--tokens': '-5': must be 1 to 4,194,304, as 8192, 8k (8,000) or 8K (8,192)"),
-        ([NANO, "--tokens", "0"], "'--tokens': '0': must be 1 to 4,194,304"),
-        ([NANO, "--tokens", "10000000"], "'--tokens': '10000000': must be 1 to 4,194,304"),
-        ([NANO, "--tokens", "5M"], "'--tokens': '5M': must be 1 to 4,194,304"),
-        ([NANO, "--tokens", "1.2345k"], "'--tokens': '1.2345k': must be"),
         ([NANO, "--tokens", "٣"], "must be 1 to 4,194,304"),
         ([NANO, "--tokens", "9" * 5000], "must be 1 to 4,194,304"),
-        ([NANO, "--tokens", "many"], "'--tokens': 'many': must be 1 to 4,194,304"),
         ([NANO, "--cached", "9000"], "--cached 9000: must be 0 to the 8,192 of --tokens"),
-        ([NANO, "--cached", "-1"], "'--cached': '-1': must be 0 to 4,194,304"),
         ([NANO, "--prefill", "tp=3"], "--prefill: tp_size 3: "),
         ([NANO, "--decode", "tp=128"], "--decode: tp_size 128: query_heads 32 cannot be shared out evenly"),
-        ([NANO, "--decode", "tp=0"], "'--decode': tp=0: must be 1 to 256"),
         ([NANO, "--decode", "tp=-1"], "'--decode': tp=-1: must be 1 to 256"),
         ([NANO, "--decode", "tp=" + "9" * 5000], "must be 1 to 256"),
-        ([NANO, "--decode", "tp=٣"], "must be an integer"),
-        ([NANO, "--decode", "ep=2"], "'ep=2': expected key=value with a key of tp, pp, dp, dcp, block"),
         ([NANO, "--decode", "dcp=2"], "'--decode': dcp=2: must be 1: the ranks of a context-parallel engine"),
         ([NANO, "--decode", "pp=53"], "--decode: pp_size 53: the model has 52 layers"),
         ([NANO, "--decode", "pp=52"], "--decode: pp_size 52: stage 1, layers 1 to 1, caches nothing"),
         ([NANO, "--decode", "tp=64,pp=8"], "'--decode': tp=64 and pp=8: 512 ranks, at most 256"),
-        ([NANO, "--decode", "layout=HDN"], "layout=HDN: must be one of HND, NHD, LBHNC"),
-        ([NANO, "--decode", "tp"], "'tp': expected key=value"),
-        ([NANO, "--decode", "tp=1,tp=2"], "tp is given twice"),
         ([NANO, "--decode", "TP=1,tensor-parallel-size=2"], "tp is given twice"),
         ([NANO, "--decode", "kv=int3"], "kv=int3: must be one of auto, bf16"),
         ([NANO, "--decode", "kv=nvfp4"], "int8_per_token_head and nvfp4, cannot be planned"),
         ([NANO, "--decode", "layout=LHBNC"], "--decode: order 'LHBNC': a state page must be contiguous"),
         ([NANO, "--decode", "kernel=48"], "--decode: kernel_block 48: must divide the logical block of 2096"),
         (["gemma-3-4b", "--prefill", "block=7"], "--prefill: block_size 7: FlashInfer needs a multiple of 16"),
-        (["gemma-3-4b", "--kv-dtype", "int3"], "'int3': must be one of auto, bf16"),
-        ([NANO, "--local", "x.json"], "x.json' does not exist"),
-        (["--pool", "warm"], "'warm' is not one of"),
-        ([NANO, "--no-such-option"], "No such option"),
         (["\x1b[31mred\x00"], "MODEL '\\x1b[31mred"),
         (["a" * 5000], "no such file or directory"),
     ],
@@ -108,25 +92,13 @@ def test_other_files(tmp_path: Path) -> None:
     assert "not written by `kvhma bench link`" in refused("plan", NANO, "--link", tmp_path / "g.json")
 
 
-@pytest.mark.parametrize("value", [0, -1.0, "1", None, True, float("inf")])
-def test_constants(value: object, tmp_path: Path) -> None:
-    path = tmp_path / "link.json"
-    form = {"kvhma_link": 1, "seconds_per_descriptor": value, "bytes_per_second": 1e9}
-    path.write_text(json.dumps(form))
-    assert "seconds_per_descriptor" in refused("plan", NANO, "--link", path)
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("check",), "Missing argument 'CASES...'"),
         (("check", "absent.json"), "does not exist"),
         (("bench", "link", "--block", "3"), "'3': must be 8 bytes to 64.0 MiB"),
-        (("bench", "link", "--block", "1GiB"), "'1GiB': must be 8 bytes"),
         (("bench", "link", "--save", "x", "--no-save"), "exclude each other"),
-        (("nothing",), "No such command 'nothing'"),
         (("explain", NANO, "--rank", "1"), "--rank 1: the decode engine has 1 rank"),
-        (("explain", NANO, "--rank", "3-1"), "'3-1': must be ranks of 0 to 255, as 2 or 0-3,7"),
         (("explain", NANO, "--rank", "0-99999999"), "must be ranks of 0 to 255"),
     ],
 )

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import kvhma
-from kvhma import BlockIdError, Geometry, Group, KvhmaError, Layer, Region, RequestError, Span, lowlevel
-from support.tiny import attention_page, tiny_hybrid
+from kvhma import BlockIdError, KvhmaError, RequestError, Span, lowlevel
+from support.tiny import tiny_hybrid
 
 TOKENS = 40
 GOOD = [Span(0, [1, 2, 3]), Span(0, [4, 5, 6]), Span(0, [7])]
@@ -42,18 +42,9 @@ def test_the_request_the_others_spoil_is_good(move):
         ([1, 2, 1], BlockIdError, "group 0: block id 1 is listed twice"),
         ([1, 0, 3], BlockIdError, "group 0: block id 0 at index 1 is the null block"),
         ([1, 2**70, 3], RequestError, "is not an integer of 64 bits"),
-        ([1, 2.0, 3], RequestError, "2.0 of type float is not an integer"),
         ([1, None, 3], RequestError, "None of type NoneType is not an integer"),
-        ([1, "2", 3], RequestError, "'2' of type str is not an integer"),
-        ("123", RequestError, "str is not a list or array of integers"),
-        (7, RequestError, "int is not a list or array of integers"),
         (None, RequestError, "NoneType is not a list or array"),
-        ({1, 2, 3}, RequestError, "set is not a list or array"),
-        (np.array([1.0, 2.0, 3.0]), RequestError, "array has dtype float64 and 1 dimensions"),
-        (np.array([[1, 2, 3]]), RequestError, "array has dtype int64 and 2 dimensions"),
-        ([True, 2, 3], RequestError, "True of type bool is not an integer"),
         (np.array([1, 2, 2**63], dtype=np.uint64), RequestError, "9223372036854775808 is not an integer of 64 bits"),
-        (np.array([True, False, True]), RequestError, "array has dtype bool"),
         ([], RequestError, "group 0: blocks hold no token 0, needed are tokens 0..40"),
         ([1, 2], RequestError, "group 0: blocks hold no token 32, needed are tokens 0..40"),
     ],
@@ -132,28 +123,6 @@ def test_ten_million_ids_are_refused_at_once(move):
     with pytest.raises(RequestError, match="number of block ids is 10000000, has to be at most the 50"):
         move(TOKENS, with_full(many), GOOD)
     assert time.perf_counter() - start < 30  # a bound against hanging, not a measurement
-
-
-def test_ten_million_ids_that_exist():
-    # Blocks of one page each, side by side: ascending ids are one copy, shuffled ones a copy each.
-    blocks, page = 10_000_001, attention_page(1, 1, 4)
-    one = [Geometry((Region(1 << 40, blocks * 8),), (Group("full", 1),), (Layer("l", 0, 0, 0, blocks, 8, page),))] * 2
-    plan = kvhma.plan(one[0], one[1])
-    ids = np.arange(1, blocks, dtype=np.int32)
-    moved = plan.transfer(blocks - 1, [Span(0, ids)], [Span(0, ids)])
-    assert (moved.descriptors, moved.bytes) == (1, 80_000_000)
-    shuffled = np.random.default_rng(0).permutation(ids)
-    moved = plan.transfer(blocks - 1, [Span(0, shuffled)], [Span(0, shuffled)])
-    assert moved.bytes == 80_000_000
-    assert moved.descriptors == 1  # the same permutation on both sides sorts back into one run
-
-
-@pytest.mark.parametrize("kind", [list, tuple, np.array, lambda x: np.array(x, dtype=np.int32)])
-def test_every_form_of_ids_gives_the_same(move, kind):
-    as_kind = [Span(span.first, kind(span.ids)) for span in GOOD]
-    a, b = move(TOKENS, GOOD, GOOD).reads[0], move(TOKENS, as_kind, as_kind).reads[0]
-    assert np.array_equal(a.local, b.local)
-    assert np.array_equal(a.remote, b.remote)
 
 
 @pytest.mark.parametrize(
