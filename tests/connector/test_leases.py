@@ -10,18 +10,16 @@ from typing import NamedTuple
 
 import pytest
 
-from kvhma.errors import HandshakeError, LeaseEndedError, LeaseUnknownError, RequestError
-from kvhma.vllm.config.settings import Settings
+from kvhma.errors import HandshakeError, LeaseEndedError, LeaseUnknownError
 from kvhma.vllm.holds import engine_loop
 from kvhma.vllm.holds.engine_loop import EngineLoop
 from kvhma.vllm.holds.lease_table import LeaseEnd, LeaseTable
 from kvhma.vllm.loads import lease_renewer
 from kvhma.vllm.loads.lease_renewer import LeaseRenewer
-from kvhma.vllm.peers import names, peers
+from kvhma.vllm.peers import peers
 from kvhma.vllm.peers.client import Client
 from kvhma.vllm.peers.lease_question import LeaseQuestion
 from kvhma.vllm.peers.peers import Peers
-from kvhma.vllm.wire import secrets as wire_secrets
 from kvhma.vllm.wire.messages import (
     MAX_CLAIMS,
     AskWorkerIdentity,
@@ -92,18 +90,6 @@ def listen(address):
         yield lambda leases, at=address, **more: stack.enter_context(listening(leases=leases, at=at, **more))
 
 
-@pytest.fixture
-def silent():
-    """Make addresses that accept a connection, and never answer."""
-    with contextlib.ExitStack() as stack:
-
-        def make(count):
-            sockets = (stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count))
-            return [Address(*one.getsockname()) for one in sockets]
-
-        yield make
-
-
 class LeaseService:
     """Answers every claim with one state, and `extra` claims more; remembers what it received."""
 
@@ -148,17 +134,6 @@ def test_the_renewer_survives_any_address(renewer, host, address, service):
     until(lambda: service.renewed)
 
 
-def test_500_silent_addresses_and_a_new_engine(address, service, silent):
-    with renewing(timeout=10 * HANG_SECONDS) as renewer:
-        if renewer._peers._limit <= 500:
-            pytest.skip("the process may not open enough files")
-        for bogus in silent(500):
-            renewer.track_claim(bogus, claim("bogus"), every=0.1)
-        new = claim("new")
-        renewer.track_claim(address, new, every=0.1)
-        until(lambda: renewer.is_held(address, new))
-
-
 def test_addresses_of_a_strangers_choosing_are_bounded(address, service, caplog):
     with renewing() as renewer:
         good = claim("good")
@@ -173,15 +148,6 @@ def test_addresses_of_a_strangers_choosing_are_bounded(address, service, caplog)
         until(lambda: any(good in claims for claims in service.renewed))
         assert renewer.is_held(address, good)
     assert len(caplog.records) <= 100, "after the first ones a line every six seconds"
-
-
-def test_more_engines_than_may_be_asked_at_a_time_are_all_served(listen, renewer, monkeypatch):
-    monkeypatch.setattr(peers, "MAX_WAITING", 2)
-    services = {Address("127.0.0.1", free_port()): LeaseService() for _ in range(12)}
-    for at, service in services.items():
-        listen(service, at)
-        renewer.track_claim(at, claim("a"), every=0.05)
-    until(lambda: all(len(service.renewed) > 5 for service in services.values()))
 
 
 def test_the_renewer_begins_again_whatever_is_raised(address, service, monkeypatch, caplog):
@@ -293,29 +259,6 @@ def test_a_claim_that_is_released_while_p_answers_is_not_renewed_again(address, 
     assert service.renewed == [[one]]
 
 
-def test_a_name_that_is_looked_up_for_long_keeps_no_other_engine_waiting(address, renewer, service, monkeypatch):
-    go_on = threading.Event()
-    getaddrinfo = names.getaddrinfo
-
-    def slowly(host, *more, **options):
-        if host == "slow":
-            go_on.wait(10)
-            host = "localhost"
-        return getaddrinfo(host, *more, **options)
-
-    monkeypatch.setattr(names, "getaddrinfo", slowly)
-    try:
-        slow, later, first = Address("slow", address.port), claim("later"), claim("first")
-        renewer.track_claim(slow, later, every=0.05)
-        renewer.track_claim(address, first, every=0.05)
-        until(lambda: len(service.renewed) > 5)
-        assert renewer.is_held(slow, later) is None
-        go_on.set()
-        until(lambda: renewer.is_held(slow, later))
-    finally:
-        go_on.set()
-
-
 def test_the_renewer_knows_what_p_holds(address, renewer, listen):
     table = LeaseTable(5)
     key = add(table, "a")
@@ -385,41 +328,6 @@ def test_a_release_is_said_twice_at_most(address, renewer, monkeypatch):
     until(lambda: len(calls) == 2 and calls[1].done())
     renewer.close()  # waits for a third time
     assert len(calls) == 2
-
-
-def test_a_listener_that_ended_a_connection_hears_the_next_question_all_the_same(address, renewer, listen):
-    """P's listener closes connections that are idle for long."""
-    for name in ("a", "b"):
-        service = LeaseService()
-        listener = listen(service)
-        renewer.release_claim(address, claim(name), Outcome.READ)
-        until(lambda service=service: service.released)
-        listener.close()
-
-
-def test_an_engine_whose_secret_was_taken_back_is_not_told_of_leases_any_more(address, listen, tmp_path, monkeypatch):
-    monkeypatch.setattr(wire_secrets, "_REREAD_SECONDS", 0.02)
-    file = tmp_path / "secrets"
-    file.write_bytes(b"o" * 32)
-    service = LeaseService()
-    listener = listen(service, secrets=Secrets([b"o" * 32]))
-    with renewing(secrets=Secrets.load(Settings(secret_file=str(file)))) as renewer:
-        renewer.track_claim(address, claim("a"), every=0.05)
-        until(lambda: len(service.renewed) > 2)
-        # P does not notice, since it still accepts the secret that this connection has shown.
-        file.write_bytes(b"n" * 32)
-        until(lambda: listener.counted.numbers["side_channel_refused:secret"])
-        service.renewed = []
-        time.sleep(0.5)
-        assert not service.renewed
-
-
-def test_the_end_of_the_engine_waits_for_no_other_one(silent):
-    with renewing(timeout=10 * HANG_SECONDS) as renewer:
-        for bogus in silent(8):
-            renewer.track_claim(bogus, claim("a"), every=1)
-        until(lambda: len(renewer._peers._active) > 2)
-        renewer.close()
 
 
 # --- the question after a read -------------------------------------------------------------------------------
@@ -512,20 +420,6 @@ def test_what_p_held_before_it_reset_its_caches_is_refused_with_both_values(clie
         ask(clients, claim(key), proving=proving).check(0, P)
 
 
-def test_a_second_reader(clients, table):
-    key = add(table, "a")
-    for reader in (1, 2):
-        ask(clients, claim(key, reader)).check(0, P)
-    table.release([claim(key, 1), claim(key, 2)], Outcome.READ)
-    with pytest.raises(LeaseEndedError, match="or other readers have read it"):
-        ask(clients, claim(key, 3)).check(0, P)
-
-
-def test_other_parameters_than_were_handed_out(clients, table):
-    with pytest.raises(RequestError, match="P handed out other parameters for 'a' than these"):
-        ask(clients, claim(add(table, "a"), digest=b"x" * 16)).check(0, P)
-
-
 def proving_with(clients):
     """The result of a handshake with the engine, for a worker that no peer reads from."""
     own = ProofKey()
@@ -579,11 +473,6 @@ def test_nobody_answers(address, kept):
         assert clients.pool.take_idle_client() is None
 
 
-def test_nobody_is_there(clients):
-    with pytest.raises(LeaseUnknownError, match="has not confirmed"):
-        ask(clients, claim("a")).check(0, P)
-
-
 def test_a_connection_is_kept_for_the_next_question(clients, table):
     ask(clients, claim(add(table, "a"))).check(0, P)
     client = clients.pool.take_idle_client()
@@ -596,17 +485,6 @@ def test_a_connection_is_kept_for_the_next_question(clients, table):
     assert question.fileno() is None
     with clients.pool.take_client() as kept:
         assert kept is client
-
-
-def test_a_connection_that_p_has_ended_costs_no_load(clients, listen):
-    """An engine closes idle connections."""
-    listener = listen(LeaseService())
-    ask(clients, claim("a")).check(0, P)
-    listener.close()
-    second = LeaseService()
-    listen(second)
-    ask(clients, claim("b")).check(0, P)
-    assert second.renewed == [[claim("b")]]
 
 
 def test_a_connection_that_p_ends_while_it_is_asked_costs_no_load(clients, address, listen):

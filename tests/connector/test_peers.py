@@ -308,16 +308,6 @@ def test_a_task_that_always_fails_keeps_no_other_from_running(asking: Peers, mon
     until(lambda: len(runs) > 5)
 
 
-def test_a_question_that_is_asked_anew_does_not_use_an_old_connection(asking: Peers) -> None:
-    """Another engine may be behind an address by now, while the old one still answers over its connections."""
-    with listening() as p:
-        asking.ask(p.at, INFO, EngineInfo).result(END)
-        (old,) = asking.pool(p.at)._idle
-        call = asking.ask(p.at, INFO, EngineInfo, anew=True)
-        assert call.result(END).engine_id == "p"
-        assert asking.pool(p.at)._idle == [old]
-
-
 def test_no_thread_can_be_started(asking: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -386,13 +376,6 @@ def test_a_question_about_too_many_tickets_is_refused(asking: Peers) -> None:
     tickets = [AskedTicket(bytes(16), 0, 0, 0)] * 17
     with listening() as p, pytest.raises(HandshakeError, match="tickets"):
         asking.ask(p.at, Follow(tickets, 0.0), Progress).result(END)
-
-
-def test_p_that_says_more_than_it_was_asked(asking: Peers) -> None:
-    with hostile(lambda raw: raw.recv(1000) and raw.sendall(b"\1\0\0\0xyz")) as address:
-        call = asking.ask(address, Renew([]), Done)
-        with pytest.raises(HandshakeError, match="more than it was asked"):
-            call.result(END)
 
 
 def test_only_the_thread_ends_calls_if_it_is_late_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

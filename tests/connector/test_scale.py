@@ -6,25 +6,20 @@ of held blocks (test_lease_table.py), and the bytes of the side channel (tests/a
 """
 
 import logging
-from contextlib import closing
 
 import pytest
 
 pytest.importorskip("msgspec")
 pytest.importorskip("cryptography")
 
-from kvhma.errors import HandshakeError, HandshakeTimeoutError
-from kvhma.vllm.loads import lease_renewer
-from kvhma.vllm.loads.lease_renewer import LeaseRenewer
+from kvhma.errors import HandshakeError
 from kvhma.vllm.peers import connections
 from kvhma.vllm.peers.client import Client, ClientPool
-from kvhma.vllm.peers.peers import Peers
-from kvhma.vllm.wire.messages import MAX_CLAIMS, Leases, Outcome, Renew, write_claim
-from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey
+from kvhma.vllm.wire.messages import MAX_CLAIMS, Leases, Renew, write_claim
+from kvhma.vllm.wire.params import LeaseClaim, LeaseKey
 from kvhma.vllm.wire.secrets import Secrets
 from support.cluster import DecodeHost, PrefillHost, cluster
-from support.counted import Counted
-from support.listening import AnyLease, listening
+from support.listening import listening
 from support.waiting import until
 
 OPEN = Secrets()
@@ -69,39 +64,6 @@ def test_more_engines_in_turns_than_a_worker_keeps():
         p.close()
 
 
-def test_more_engines_at_a_time_than_a_worker_keeps():
-    """An engine beyond `max_peers` is refused with the number and the setting, and served once another is idle."""
-    p = PrefillHost(3, 1)
-    d = DecodeHost(1, 1, max_peers=2)
-    rank = d.engines[0].ranks[0]
-    try:
-        remotes = [p.remote(index) for index in range(3)]
-        held = [d.engines[0].connect(0, remote) for remote in remotes[:2]]
-        with pytest.raises(HandshakeTimeoutError, match="max_peers is 2, and 2 other engines are being read from"):
-            d.engines[0].connect(0, remotes[2])
-        rank.release_engine(held[0])
-        assert d.engines[0].connect(0, remotes[2]).gone is None
-    finally:
-        d.close()
-        p.close()
-
-
-@pytest.mark.parametrize(("number", "messages"), [(MAX_CLAIMS, 1), (MAX_CLAIMS + 1, 2)])
-def test_more_claims_than_fit_a_message_are_two(number, messages, monkeypatch):
-    leases, asked = AnyLease(), []
-    renew = leases.renew
-    leases.renew = lambda claims: (asked.append(len(claims)), renew(claims))[1]
-    with listening(leases=leases) as listener, closing(Peers(5, OPEN, Counted())) as peers:
-        renewer, run_task = LeaseRenewer(peers, Counted(), lambda seconds: True), peers.run_task
-        with monkeypatch.context() as patch:
-            patch.setattr(peers, "run_task", lambda task: None)
-            for index in range(number):
-                renewer.track_claim(listener.at, claim(index), every=60)
-        run_task(renewer._advance)
-        until(lambda: all(renewer.is_held(listener.at, claim(index)) for index in range(number)))
-        assert (sum(asked), len(asked)) == (number, messages)
-
-
 def test_a_message_with_more_claims_is_refused():
     with listening() as listener, Client(listener.at, 5, OPEN) as client:
         claims = [write_claim(claim(index)) for index in range(MAX_CLAIMS + 1)]
@@ -109,25 +71,6 @@ def test_a_message_with_more_claims_is_refused():
         with pytest.raises(HandshakeError, match=r"claims"):
             client.ask(Renew(claims), Leases)
         assert len(client.ask(Renew(claims[:1]), Leases).states) == 1, "the connection stays"
-
-
-def test_leases_at_more_engines_than_the_renewer_talks_to_are_given_up_with_a_line(monkeypatch, caplog):
-    monkeypatch.setattr(lease_renewer, "_MAX_SESSIONS", 8)
-    monkeypatch.setattr(Peers, "run_task", lambda self, task: None)
-    counted = Counted()
-    renewer = LeaseRenewer(Peers(1, OPEN, counted), counted, lambda seconds: True)
-    addresses = [Address("127.0.0.1", 1 + port) for port in range(10)]
-    with caplog.at_level(logging.WARNING, "vllm.kvhma"):
-        for number, address in enumerate(addresses[:8]):
-            renewer.track_claim(address, claim(number), every=1)
-        assert (caplog.text, len(renewer._sessions)) == ("", 8)
-        renewer.release_claim(addresses[3], claim(3), Outcome.READ)
-        renewer.track_claim(addresses[8], claim(8), every=1)
-        renewer.track_claim(addresses[9], claim(9), every=1)
-    assert len(renewer._sessions) == 8
-    assert "D stops renewing and releasing 1 leases at 127.0.0.1:4" in caplog.text, "nothing to renew"
-    assert "there are leases at 7 other engines" in caplog.text
-    assert counted.numbers["abandoned_leases"] == 2
 
 
 def test_more_connections_than_a_listener_keeps_cost_a_new_one_and_no_answer(monkeypatch, caplog):

@@ -11,9 +11,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-pytest.importorskip("torch", reason="needs torch; make connector runs it")
-
 from kvhma.errors import PeerLostError
 from kvhma.oracle import cases
 from kvhma.vllm.failures import Failure
@@ -269,14 +266,6 @@ def test_a_step_waits_for_one_end_and_for_nothing_after_it(monkeypatch, expected
         assert waited(**wait) < 30, "nothing is left"
 
 
-def test_pieces_are_waited_for_after_an_idle_step_only(d, monkeypatch):
-    asked = []
-    monkeypatch.setattr(d.worker._results, "wait", lambda *, for_pieces: asked.append(for_pieces))
-    for idle in (True, True, False, True, True):
-        d.worker.collect(idle=idle)
-    assert asked == [False, True, False, True]
-
-
 # --- what is asked after the read ----------------------------------------------------------------------------
 
 
@@ -312,21 +301,6 @@ def test_nothing_is_asked_before_the_read_and_loads_of_a_step_are_one_question(p
     d.worker._pump._put(held_reads.set)  # in its thread, so that all reads end in one turn
     d.has_read(p, **loads)
     assert renewed == [5]
-
-
-def test_a_silent_p_costs_a_bounded_number_of_questions(p, decode):
-    d = decode(handshake_timeout=2)
-    d.reads(p, first=[1])
-    go_on = threading.Event()
-    renew = p.leases.renew
-    p.leases.renew = lambda claims: (go_on.wait(5), renew(claims))[1]
-    names = [f"r{number}" for number in range(20)]
-    for name in names:
-        d.start(**p.loads(**{name: [1]}))
-        time.sleep(0.01)
-    assert len(d.worker._engines.side_channel._active) <= 1
-    go_on.set()
-    d.ended(*names)
 
 
 # --- exceptions --------------------------------------------------------------------------------------------------
@@ -502,17 +476,6 @@ def test_a_new_read_need_not_wait_until_p_has_answered_about_another(p, d, met, 
         d.start(quick=(quick, [3]))
         assert d.ended("quick") == {"quick": "request"}
     assert d.ended("asked") == {}
-
-
-def test_the_pump_takes_short_turns_while_it_starts_loads(p, d, monkeypatch):
-    intervals = []
-    steps = d.worker._pump._steps
-    post = steps._post
-    monkeypatch.setattr(steps, "_post", lambda read: (intervals.append(sys.getswitchinterval()), post(read))[1])
-    before = sys.getswitchinterval()
-    d.reads(p, a=[1])
-    assert intervals == [pytest.approx(1e-4)]
-    until(lambda: sys.getswitchinterval() == before)
 
 
 def test_a_handshake_that_lasts_does_not_shorten_pythons_turns(p, decode, silent, monkeypatch):
