@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-
 import vllm
 from vllm.config import CacheConfig, ModelConfig, ParallelConfig
 from vllm.envs import compile_factors

@@ -4,12 +4,8 @@
 from pathlib import Path
 
 import pytest
-
-base = pytest.importorskip(
-    "vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it"
-)
-
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest

@@ -7,9 +7,6 @@ import logging
 
 import pytest
 
-# With its parts, since torch warns while they are imported, and a warning is an error here.
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-
 from connector.test_answers import Chat, turns_of
 from connector.test_following import Prefill
 from connector.test_following import added as followed

@@ -5,9 +5,6 @@ import hashlib
 import itertools
 
 import pytest
-
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-
 import torch
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest

@@ -2,9 +2,6 @@
 """Bodies whose prompt D computes itself according to the proxy, and vLLM's own parameters for them."""
 
 import pytest
-
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-
 import vllm
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
