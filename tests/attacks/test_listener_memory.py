@@ -22,7 +22,6 @@ from kvhma.vllm.wire.messages import (
     AskedTicket,
     AskEngineInfo,
     AskWorkerIdentity,
-    Done,
     Finish,
     Follow,
     Outcome,
@@ -236,14 +235,6 @@ def of(*whats):
     return sum(PLACES[what].each for what in whats)
 
 
-def test_a_connection():
-    with process(SMALL, secret=False) as found, contextlib.ExitStack() as stack:
-        flood = Flood(found, stack)
-        flood.peers(200)
-        flood.wait(connections=200)
-        flood.reaches(200 * of("a connection"))
-
-
 @pytest.mark.parametrize("kind", HANDSHAKES)
 def test_handshakes_that_do_not_end(flood, kind, tmp_path):
     context = long_certificate(tmp_path) if "certificate" in kind else None
@@ -304,22 +295,6 @@ def test_a_question_and_its_reply(kind):
             assert NEAR * asked <= flood.peak <= connected + asked
         if kind is Follow:
             assert NEAR * replied <= flood.peak
-
-
-def test_tickets_that_are_cancelled_early(flood):
-    (peer,) = flood.peers(1)
-    place = PLACES["a ticket that was cancelled early"]
-    for _ in range(place.number + 500):
-        assert read_answer(peer.ask(Unfollow(os.urandom(16)))) == Done()
-    flood.reaches(place.bytes)
-
-
-def test_keys_for_proofs(flood):
-    (peer,) = flood.peers(1)
-    place = PLACES["a key for proofs"]
-    for _ in range(place.number + 100):
-        assert read_answer(peer.ask(Renew([], os.urandom(32)))).proof
-    flood.reaches(place.bytes)
 
 
 # --- the page ----------------------------------------------------------------------------------------------------

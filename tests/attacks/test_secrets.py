@@ -44,7 +44,6 @@ from support.listening import (
     NONCE,
     answers,
     connect,
-    descriptors,
     errors,
     has_ended,
     hostile,
@@ -375,15 +374,6 @@ def send_bytes(raw, outgoing):
     for byte in outgoing.read():
         raw.sendall(bytes([byte]))
         time.sleep(0.0005)
-
-
-def test_a_peer_that_breaks_a_handshake_off_is_forgotten(address):
-    before = descriptors()
-    for _ in range(200):
-        with connect(address) as raw:
-            raw.sendall(b"\x16\x03\x01\x02\x00\x01")
-    answers(address, A)
-    until(lambda: descriptors() <= before + 1)
 
 
 def test_a_reset_before_the_handshake_ends_only_its_connection():

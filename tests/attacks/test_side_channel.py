@@ -480,19 +480,6 @@ def test_any_bytes_as_an_answer_are_one_error(data):
 # --- pools ----------------------------------------------------------------------------------------------------
 
 
-def test_a_pool_keeps_only_connected_clients(address):
-    pool = ClientPool(address, 5, NO_SECRETS)
-    assert pool.take_idle_client() is None
-    client = pool.take_client()
-    is_answered(client)
-    pool.release_client(client)
-    assert pool.take_idle_client() is client
-    client.send(Renew([CLAIM]))
-    pool.release_client(client)  # it waits for an answer still
-    assert pool.take_idle_client() is None
-    pool.close()
-
-
 def test_a_pool_finds_that_a_connection_has_ended_before_it_is_used():
     with listening() as found:
         pool = ClientPool(found.at, 5, NO_SECRETS)
