@@ -2,7 +2,6 @@
 """The addresses where the transport listens, as the kernel reports them."""
 
 import json
-import logging
 import os
 import socket
 import subprocess
@@ -10,7 +9,7 @@ import sys
 
 import pytest
 
-from kvhma.nixl.ports import ListeningSocket, listening_sockets
+from kvhma.nixl.ports import listening_sockets
 from kvhma.vllm.config import net_devices as devices
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.wire.params import Address
@@ -115,15 +114,6 @@ def test_the_kernel_says_what_listens():
             ("::", six.getsockname()[1], "all"),
         }
     assert listening_sockets() == before
-
-
-def test_the_log_says_what_others_can_reach(caplog):
-    inside = ListeningSocket("127.0.0.1", 5000, "lo")
-    with caplog.at_level(logging.WARNING):
-        devices.warn_of_open_ports([inside])
-        assert not caplog.text
-        devices.warn_of_open_ports([inside, ListeningSocket("fd00::2", 5001, "eth0")])
-    assert "NIXL listens on [fd00::2]:5001 (eth0): any peer that reaches it can read and write" in caplog.text
 
 
 def test_what_cannot_be_reached_for_want_of_a_device_is_said(monkeypatch):

@@ -254,12 +254,6 @@ def test_readers_that_are_gone_are_counted_off_once(table, clock, what):
     assert ended(table) == {LeaseEnd.EVICTED: ["b"]}
 
 
-def test_without_vllms_manager_there_is_no_bound(table):
-    for at in range(20):
-        add(table, f"{at}", range(10 * at, 10 * at + 10))
-    assert (len(table), table.usage().blocks) == (20, 200)
-
-
 def test_what_is_kept_adds_up_whatever_happens(table, clock):
     """Compares the counts with a new count of all requests, after each of many random events."""
     rng = random.Random(3)

@@ -3,7 +3,6 @@
 
 import threading
 
-import numpy as np
 import pytest
 
 pytest.importorskip("cryptography")
@@ -14,7 +13,6 @@ from kvhma.vllm.peers import notifications
 from kvhma.vllm.peers.notifications import NotificationDrain
 from support.counted import Counted
 from support.fake_nixl import ERRORS, FakeNet, FakeNixl
-from support.flat import flat_geometry
 from support.waiting import until
 
 
@@ -58,13 +56,3 @@ def test_errors_end_nothing(drained):
     assert drained.counted.by_label("thread_restarts") == {"kvhma-notifications": 1}, (
         "what is no Exception begins the thread anew"
     )
-
-
-def test_a_peer_that_sends_what_kvhma_does_not(drained):
-    d = Agent("D", nixl=FakeNixl("D", drained.net))
-    geometry = flat_geometry(np.zeros(8192, np.uint8))
-    drained.agent.register(geometry)
-    peer = d.connect(drained.agent.handshake_payload(geometry))
-    for _ in range(3):
-        d.notify(peer, b"\n" * 100)
-    until(lambda: drained.dropped == 3)

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Unusual requests and engines: prompts with embeddings, host copies, engines short of blocks."""
 
+import contextlib
 import dataclasses
 import random
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-
 import torch
 from vllm.sampling_params import SamplingParams
 from vllm.utils import length_from_prompt_token_ids_or_embeds
@@ -27,48 +25,48 @@ from support.waiting import until
 REMOTE = {"do_remote_decode": True}
 
 
-def test_a_prompt_of_tokens_and_embeddings_stays_in_step():
+@pytest.fixture
+def start():
+    """Start schedulers, and close them at the end."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **more: stack.enter_context(contextlib.closing(scheduler(**more)))
+
+
+def test_a_prompt_of_tokens_and_embeddings_stays_in_step(start):
     """vLLM's worker compares the lengths of both."""
-    p = scheduler(backoff=1, has_state=True)
-    try:
-        sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": REMOTE})
-        asked = Request(
-            "r",
-            list(range(10)),
-            sampling,
-            None,
-            prompt_embeds=torch.zeros(10, 8),
-            prompt_is_token_ids=[True] * 5 + [False] * 5,
-        )
-        p.on_request_added(asked)
-        told = NewRequestData.from_request(asked, ([1],))
-        assert length_from_prompt_token_ids_or_embeds(told.prompt_token_ids, told.prompt_embeds) == 9
-        assert len(told.prompt_is_token_ids) == asked.num_prompt_tokens == 9
-    finally:
-        p.close()
+    p = start(backoff=1, has_state=True)
+    sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": REMOTE})
+    asked = Request(
+        "r",
+        list(range(10)),
+        sampling,
+        None,
+        prompt_embeds=torch.zeros(10, 8),
+        prompt_is_token_ids=[True] * 5 + [False] * 5,
+    )
+    p.on_request_added(asked)
+    told = NewRequestData.from_request(asked, ([1],))
+    assert length_from_prompt_token_ids_or_embeds(told.prompt_token_ids, told.prompt_embeds) == 9
+    assert len(told.prompt_is_token_ids) == asked.num_prompt_tokens == 9
 
 
 @pytest.mark.parametrize(
     "change", [{"kvhma": None}, {"remote_host": "a\nb"}, {"tp_size": "\x1b[2J"}, "no dictionary\n"]
 )
-def test_a_client_cannot_forge_lines_of_the_log(change, caplog):
+def test_a_client_cannot_forge_lines_of_the_log(start, change, caplog):
     """A client chooses the id of its request, and with a lax proxy the parameters."""
     name = "r\nERROR 01-01 00:00:00 [core.py:1] \x1b[31mforged"
-    p, d = scheduler(), scheduler()
-    try:
-        prefilled = request(name, params=dict(REMOTE))
-        p.on_request_added(prefilled)
-        params = p.on_request_finished(prefilled, tables(p))
-        asked = request(name, params=params | change if isinstance(change, dict) else change)
-        d.on_request_added(asked)
-        assert d.matched_tokens(asked, 0) == (1, True)
-        d.on_blocks_allocated(asked, blocks(d), 1)
-        lines = [record.getMessage() for record in caplog.records]
-        assert any("forged" in line for line in lines)
-        assert all(line.isprintable() for line in lines)
-    finally:
-        p.close()
-        d.close()
+    p, d = start(), start()
+    prefilled = request(name, params=dict(REMOTE))
+    p.on_request_added(prefilled)
+    params = p.on_request_finished(prefilled, tables(p))
+    asked = request(name, params=params | change if isinstance(change, dict) else change)
+    d.on_request_added(asked)
+    assert d.matched_tokens(asked, 0) == (1, True)
+    d.on_blocks_allocated(asked, blocks(d), 1)
+    lines = [record.getMessage() for record in caplog.records]
+    assert any("forged" in line for line in lines)
+    assert all(line.isprintable() for line in lines)
 
 
 def staged_request(tokens=40):
@@ -77,8 +75,10 @@ def staged_request(tokens=40):
     return asked
 
 
-def staging_scheduler(slots=1000, **more):
-    return scheduler(staging=SlotRanges.of(slots, 0), **more)
+@pytest.fixture
+def stage(start):
+    """Start engines whose blocks go through host memory."""
+    return lambda slots=1000, **more: start(staging=SlotRanges.of(slots, 0), **more)
 
 
 def scheduled(p, name, count, held):
@@ -92,25 +92,22 @@ def staging_of(p):
     return room
 
 
-def test_blocks_of_a_request_that_was_preempted_are_copied_again():
+def test_blocks_of_a_request_that_was_preempted_are_copied_again(stage):
     """P's parameters then name other blocks."""
-    p = staging_scheduler()
-    try:
-        asked = staged_request()
-        p.on_request_added(asked)
-        asked.num_computed_tokens = 0
-        before, after = tables(p, 1), tables(p, 61)
-        assert len(scheduled(p, "r", 40, before)) == 1
-        asked.num_preemptions = 1
-        ((copied, slots),) = scheduled(p, "r", 40, after)
-        assert [len(span.ids) for span in copied] == [len(span.ids) for span in slots]
-        assert copied[0].ids[0] == after[0][0]
-        asked.num_computed_tokens = 40
-        params = p.on_request_finished(asked, after)
-        named = [text for _, text in params["kvhma"]["spans"]]
-        assert [ids_to_text(span.ids) for span in slots] == named
-    finally:
-        p.close()
+    p = stage()
+    asked = staged_request()
+    p.on_request_added(asked)
+    asked.num_computed_tokens = 0
+    before, after = tables(p, 1), tables(p, 61)
+    assert len(scheduled(p, "r", 40, before)) == 1
+    asked.num_preemptions = 1
+    ((copied, slots),) = scheduled(p, "r", 40, after)
+    assert [len(span.ids) for span in copied] == [len(span.ids) for span in slots]
+    assert copied[0].ids[0] == after[0][0]
+    asked.num_computed_tokens = 40
+    params = p.on_request_finished(asked, after)
+    named = [text for _, text in params["kvhma"]["spans"]]
+    assert [ids_to_text(span.ids) for span in slots] == named
 
 
 def handed_over(p, name):
@@ -125,85 +122,64 @@ def handed_over(p, name):
     return params, {slot for _, slots in copied for span in slots for slot in span.ids}
 
 
-def test_slots_are_of_one_request_until_others_have_read_it_or_its_lease_ended():
-    p = staging_scheduler(lease=1.0)
-    try:
-        _, first = handed_over(p, "a")
-        _, second = handed_over(p, "b")
-        assert first
-        assert not first & second
-        assert 0 not in first | second
-        empty = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
-        until(lambda: not staging_of(p)._held, lambda: p.on_step(empty))
-        assert handed_over(p, "c")[1] == first
-    finally:
-        p.close()
+def test_slots_are_of_one_request_until_others_have_read_it_or_its_lease_ended(stage):
+    p = stage(lease=1.0)
+    _, first = handed_over(p, "a")
+    _, second = handed_over(p, "b")
+    assert first
+    assert not first & second
+    assert 0 not in first | second
+    empty = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
+    until(lambda: not staging_of(p)._held, lambda: p.on_step(empty))
+    assert handed_over(p, "c")[1] == first
 
 
-def test_without_a_slot_a_request_is_not_handed_over(caplog):
-    p = staging_scheduler()
-    try:
-        needed = len(handed_over(p, "a")[1])
-    finally:
-        p.close()
-    p = staging_scheduler(slots=needed + 1)
-    try:
-        assert handed_over(p, "a")[0] is not None
-        assert handed_over(p, "b") == (None, set())
-        assert "cannot hand off request b" in caplog.text
-        assert p.context.stats.take().data["staging_full"] == 1
-    finally:
-        p.close()
-    p = staging_scheduler(slots=needed - 1)
-    try:
-        assert handed_over(p, "a") == (None, set())
-        assert f"{needed} blocks go through host memory, staging_blocks has room for {needed - 1}" in caplog.text
-    finally:
-        p.close()
+def test_without_a_slot_a_request_is_not_handed_over(stage, caplog):
+    p = stage()
+    needed = len(handed_over(p, "a")[1])
+    p = stage(slots=needed + 1)
+    assert handed_over(p, "a")[0] is not None
+    assert handed_over(p, "b") == (None, set())
+    assert "cannot hand off request b" in caplog.text
+    assert p.context.stats.take().data["staging_full"] == 1
+    p = stage(slots=needed - 1)
+    assert handed_over(p, "a") == (None, set())
+    assert f"{needed} blocks go through host memory, staging_blocks has room for {needed - 1}" in caplog.text
 
 
-def test_a_request_that_nobody_reads_gives_its_slots_back():
-    p = staging_scheduler()
-    try:
-        asked = staged_request()
-        p.on_request_added(asked)
-        asked.num_computed_tokens = 0
-        scheduled(p, "r", 40, tables(p))
-        asked.status = SimpleNamespace(name="FINISHED_ABORTED")
-        assert p.on_request_finished(asked, tables(p)) is None
-        assert len(staging_of(p)._slots._free) == 1000
-    finally:
-        p.close()
+def test_a_request_that_nobody_reads_gives_its_slots_back(stage):
+    p = stage()
+    asked = staged_request()
+    p.on_request_added(asked)
+    asked.num_computed_tokens = 0
+    scheduled(p, "r", 40, tables(p))
+    asked.status = SimpleNamespace(name="FINISHED_ABORTED")
+    assert p.on_request_finished(asked, tables(p)) is None
+    assert len(staging_of(p)._slots._free) == 1000
 
 
-def test_a_prompt_is_copied_once():
-    p = staging_scheduler()
-    try:
-        asked = staged_request()
-        p.on_request_added(asked)
-        for computed, count, copies in ((0, 30, 0), (30, 10, 1), (40, 1, 0), (41, 1, 0)):
-            asked.num_computed_tokens = computed
-            assert len(scheduled(p, "r", count, tables(p))) == copies
-        asked.num_computed_tokens = 42
-        assert p.on_request_finished(asked, tables(p)) is not None
-        assert staging_of(p)._prompts == {}
-    finally:
-        p.close()
+def test_a_prompt_is_copied_once(stage):
+    p = stage()
+    asked = staged_request()
+    p.on_request_added(asked)
+    for computed, count, copies in ((0, 30, 0), (30, 10, 1), (40, 1, 0), (41, 1, 0)):
+        asked.num_computed_tokens = computed
+        assert len(scheduled(p, "r", count, tables(p))) == copies
+    asked.num_computed_tokens = 42
+    assert p.on_request_finished(asked, tables(p)) is not None
+    assert staging_of(p)._prompts == {}
 
 
-def test_a_state_that_went_on_behind_its_copy_is_not_handed_on():
-    p = staging_scheduler()
-    try:
-        p.context.engine = dataclasses.replace(p.context.engine, has_state=True)
-        asked = staged_request(tokens=1)
-        p.on_request_added(asked)
-        asked.num_computed_tokens = 0
-        assert len(scheduled(p, "r", 1, tables(p))) == 1
-        asked._all_token_ids.extend(range(4))
-        asked.num_computed_tokens = 4
-        assert p.on_request_finished(asked, tables(p)) is None
-    finally:
-        p.close()
+def test_a_state_that_went_on_behind_its_copy_is_not_handed_on(stage):
+    p = stage()
+    p.context.engine = dataclasses.replace(p.context.engine, has_state=True)
+    asked = staged_request(tokens=1)
+    p.on_request_added(asked)
+    asked.num_computed_tokens = 0
+    assert len(scheduled(p, "r", 1, tables(p))) == 1
+    asked._all_token_ids.extend(range(4))
+    asked.num_computed_tokens = 4
+    assert p.on_request_finished(asked, tables(p)) is None
 
 
 @pytest.mark.parametrize("recompute", [True, False])
@@ -292,53 +268,20 @@ def prefill_request(name, tokens):
     return Request(name, tokens, sampling, None)
 
 
-def test_what_vllm_sees_of_a_request_that_stops_early():
-    p = scheduler(backoff=3)
-    try:
-        asked = prefill_request("r", list(range(10)))
-        p.on_request_added(asked)
-        assert list(asked.all_token_ids) == asked.prompt_token_ids == list(range(7))
-        assert (asked.num_tokens, asked.num_prompt_tokens, asked.max_tokens) == (7, 7, 1)
-        told = NewRequestData.from_request(asked, ([1],))
-        assert told.prompt_token_ids == list(range(7))
-    finally:
-        p.close()
-
-
 @pytest.mark.parametrize("why", ["it continues", "its log-probabilities are asked for"])
-def test_a_prompt_that_is_computed_to_its_end(why):
+def test_a_prompt_that_is_computed_to_its_end(start, why):
     """More of a session's prompt may come, and would follow the tokens that P has cut off."""
-    p = scheduler(backoff=3)
-    try:
-        sampling = SamplingParams(prompt_logprobs=None if why == "it continues" else 1)
-        sampling.extra_args = {"kv_transfer_params": REMOTE}
-        asked = Request("r", list(range(10)), sampling, None, resumable=why == "it continues")
-        p.on_request_added(asked)
-        assert asked.num_prompt_tokens == 10
-    finally:
-        p.close()
+    p = start(backoff=3)
+    sampling = SamplingParams(prompt_logprobs=None if why == "it continues" else 1)
+    sampling.extra_args = {"kv_transfer_params": REMOTE}
+    asked = Request("r", list(range(10)), sampling, None, resumable=why == "it continues")
+    p.on_request_added(asked)
+    assert asked.num_prompt_tokens == 10
 
 
-def test_samples_that_share_a_prompt_are_cut_once():
-    """Where engine and front end are one process they share the list."""
-    p = scheduler(backoff=1)
-    try:
-        tokens = list(range(10))
-        for index in range(2):
-            asked = prefill_request(f"{index}_parent", tokens)
-            p.on_request_added(asked)
-            assert (asked.num_prompt_tokens, len(asked.prompt_token_ids)) == (9, 9)
-        assert len(tokens) == 10
-    finally:
-        p.close()
-
-
-def test_a_client_cannot_say_that_a_request_was_stopped_early():
-    p = scheduler(backoff=1, has_state=True)
-    try:
-        asked = prefill_request("r", list(range(10)))
-        asked.kv_transfer_params = REMOTE | {"_kvhma_stopped_early": True}
-        p.on_request_added(asked)
-        assert asked.num_prompt_tokens == 9
-    finally:
-        p.close()
+def test_a_client_cannot_say_that_a_request_was_stopped_early(start):
+    p = start(backoff=1, has_state=True)
+    asked = prefill_request("r", list(range(10)))
+    asked.kv_transfer_params = REMOTE | {"_kvhma_stopped_early": True}
+    p.on_request_added(asked)
+    assert asked.num_prompt_tokens == 9

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from kvhma.vllm.telemetry import stall_watch as module
-from kvhma.vllm.telemetry.stall_watch import Clocks, StallWatch, find_stall, read_clocks
+from kvhma.vllm.telemetry.stall_watch import Clocks, StallWatch, find_stall
 from support.counted import Counted
 
 BEFORE = Clocks(monotonic=100.0, boottime=500.0, realtime=1e9)
@@ -37,13 +37,6 @@ def test_what_the_clocks_say(clocks, seconds, text):
         assert found is not None
         assert found[0] == pytest.approx(seconds)
         assert text in found[1]
-
-
-def test_the_clocks_of_this_machine():
-    before = read_clocks()
-    time.sleep(0.05)
-    later = read_clocks()
-    assert all(0.04 < end - start < 1 for start, end in zip(before, later, strict=True))
 
 
 def test_one_line_and_one_count_for_each(monkeypatch, caplog):

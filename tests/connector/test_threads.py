@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Threads that continue after any exception."""
 
-import sys
 import threading
 import time
 
 import pytest
 
 from kvhma.vllm import threads
-from kvhma.vllm.threads import SupervisedThread, in_thread, short_turns
+from kvhma.vllm.threads import SupervisedThread, in_thread
 from support.counted import Counted
 
 
@@ -55,21 +54,3 @@ def test_a_function_in_a_thread(kind):
     assert in_thread("kvhma-test", lambda: 7).result(5) == 7
     with pytest.raises(kind, match="no"):
         in_thread("kvhma-test", fails).result(5)
-
-
-def test_turns_are_short_while_any_thread_is_in_them():
-    before = sys.getswitchinterval()
-    try:
-        for own in (5e-3, 7.7e-4, 1.1e-4, 5e-5):
-            sys.setswitchinterval(own)
-            known = sys.getswitchinterval()
-            for _ in range(3):
-                with short_turns:
-                    with short_turns:
-                        assert sys.getswitchinterval() == pytest.approx(
-                            min(known, 1e-4)
-                        )  # a shorter interval is not changed
-                    assert sys.getswitchinterval() == pytest.approx(min(known, 1e-4))
-                assert sys.getswitchinterval() == known
-    finally:
-        sys.setswitchinterval(before)
