@@ -64,13 +64,3 @@ def test_caches_of_one_storage_are_zeroed_on_their_device(device):
     memory = DeviceMemory(geometry, {"a": whole[:32], "b": whole[32:]})
     memory.zero(np.array([[whole.data_ptr() + 30, 4, 0]], np.uint64))
     assert whole.cpu().nonzero().flatten().tolist() == [*range(30), *range(34, BYTES)]
-
-
-def test_storages_that_begin_together():
-    raw = bytearray(BYTES)
-    short = torch.frombuffer(raw, dtype=torch.uint8, count=8)
-    long = torch.frombuffer(raw, dtype=torch.uint8)
-    found = Storages({"short": short, "long": long})
-    assert len(found.from_address(long.data_ptr() + 4)) == BYTES - 4
-    assert len(found.from_address(long.data_ptr() + BYTES)) == 0
-    assert len(found.from_address(long.data_ptr() - 1)) == 0

@@ -35,7 +35,6 @@ factory = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.factory
 
 from vllm import plugins
 from vllm.config import KVTransferConfig
-from vllm.engine.arg_utils import EngineArgs
 
 THEIRS = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 
@@ -90,26 +89,6 @@ def test_the_drop_in_needs_no_module_path_where_it_is_asked_for(load):
     assert connector("NixlConnector") is connector("KvhmaConnector") is connector("NixlConnector", "kvhma.vllm.drop_in")
     load("kvhma_drop_in")
     assert connector("NixlConnector") is connector("KvhmaConnector", "kvhma.vllm")
-
-
-def test_a_child_of_multiconnector_needs_no_module_path(load):
-    load()
-    child = {"kv_connector": "KvhmaConnector", "kv_role": "kv_producer"}
-    config = KVTransferConfig(
-        kv_connector="MultiConnector",
-        kv_role="kv_producer",
-        engine_id="e",
-        kv_connector_extra_config={"connectors": [child]},
-    )
-    assert factory.KVConnectorFactory.supports_hma_config(config)
-
-
-def test_the_command_line_loads_plugins_before_it_looks_for_the_connector(load, monkeypatch):
-    load("others")
-    monkeypatch.delenv("VLLM_PLUGINS")
-    monkeypatch.setattr(plugins, "plugins_loaded", False)
-    EngineArgs(model="org/model")
-    assert connector("KvhmaConnector").__module__ == "kvhma.vllm.connector"
 
 
 def test_a_drop_in_that_cannot_be_put_in_place_stops_the_engine(load, monkeypatch):

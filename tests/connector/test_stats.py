@@ -7,27 +7,17 @@ import threading
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from kvhma.vllm import KvhmaConnector, drop_in
 from kvhma.vllm.telemetry import stats
 from kvhma.vllm.telemetry.stats import METRICS, PromMetrics, StatsCollector, TransferStats
 from support.cache.engine import vllm_config_of
+from support.leases import Clock
 
 DOCS = Path(__file__).parents[2] / "docs" / "vllm-metrics.md"
-
-
-class Clock:
-    def __init__(self):
-        self.now = 50.0
-
-    def monotonic(self):
-        return self.now
 
 
 @pytest.fixture
@@ -78,29 +68,6 @@ def test_a_gauge_that_comes_back_to_0_says_so(clock, prom):
     assert collector.take() is None
 
 
-def test_a_gauge_is_not_told_in_every_step(clock):
-    """A step may take less than a millisecond, and vLLM sends all statistics to its front end."""
-    gauges = {"held_leases": 1}
-    collector = StatsCollector(lambda: gauges, busy=lambda: True)
-    told = []
-    for _ in range(101):
-        clock.now += 0.05
-        told.append(collector.take() is not None)
-    assert 4 <= sum(told) <= 5
-    clock.now += 0.05
-    collector.count("handshakes")
-    assert collector.take().data == {"handshakes": 1}
-
-
-def test_what_is_kept_for_a_moment_is_not_told(clock):
-    gauges = {"held_leases": 0}
-    collector = StatsCollector(lambda: gauges, busy=lambda: gauges["held_leases"] > 0)
-    for _ in range(50):
-        gauges["held_leases"] = 1 - gauges["held_leases"]
-        clock.now += 0.9
-        assert collector.take() is None
-
-
 def test_the_slowest_rank_counts(prom):
     """The ranks of an engine load the same requests."""
     ranks = []
@@ -117,26 +84,6 @@ def test_the_slowest_rank_counts(prom):
     assert [sample(name) for name in ("loads_in_flight", "oldest_load_seconds", "held_leases")] == [1, 7, 3]
     prom.observe(sent(ranks[0]))
     assert (sample("oldest_load_seconds"), sample("held_leases")) == (2, 3), "an unreported gauge stays unchanged"
-
-
-def test_the_log_line_shows_what_is_kept():
-    log = KVConnectorLogging(None)
-    log.connector_cls = KvhmaConnector
-    for held in (1, 3, 2):
-        one = TransferStats()
-        one.gauge("held_leases", held)
-        one.gauge("oldest_unread_seconds", held * 1.2345)
-        one.count("expired", label="unclaimed")
-        one.count("thread_restarts", label="kvhma-reads")
-        log.observe(sent(one))
-    lines = []
-    log.log(lambda *args: lines.append(args[-1]))
-    (line,) = lines
-    assert "Held leases=3" in line
-    assert "Oldest unread seconds=3.7" in line
-    assert "Expired (unclaimed)=3" in line
-    assert "Thread restarts (kvhma-reads)=3" in line
-    assert "Pinned blocks" not in line
 
 
 def test_threads_count_together():
@@ -160,24 +107,6 @@ def test_threads_count_together():
     assert (total.data["handshakes"], total.data["side_channel_refused"]) == (8000, {"idle": 8000})
     assert len(total.data["handshake_seconds"]) == 8000
     assert "held_leases" not in total.data
-
-
-def test_nothing_is_empty():
-    empty = TransferStats()
-    assert empty.is_empty()
-    assert TransferStats(sent(empty)).is_empty()
-    assert empty.aggregate(TransferStats()).is_empty()
-    for name, metric in METRICS.items():
-        one = TransferStats()
-        if metric.gauge:
-            one.gauge(name, 0)
-        elif metric.buckets:
-            one.record(**{name: 0.0})
-        else:
-            one.count(name, label="x" if metric.label else None)
-        assert not one.is_empty(), name
-        one.reset()
-        assert one.is_empty()
 
 
 @pytest.mark.parametrize("name", METRICS)
