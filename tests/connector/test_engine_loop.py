@@ -2,24 +2,19 @@
 """vLLM's own loop and the connector's scheduler: how often an engine steps that only holds blocks for peers."""
 
 import contextlib
+import queue
 import threading
 import time
 from concurrent.futures import Future
-
-import pytest
-
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-
-import queue
 from types import SimpleNamespace
 
+import pytest
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 
 from kvhma.vllm import internals
 from kvhma.vllm.holds import engine_loop
 from kvhma.vllm.holds.lease_table import OVERDUE_SECONDS
-from kvhma.vllm.telemetry import stats
 from kvhma.vllm.wire.messages import Outcome
 from kvhma.vllm.wire.params import PrefillParams
 from kvhma.vllm.wire.secrets import Secrets
@@ -164,24 +159,6 @@ def test_an_engine_that_keeps_blocks_rests(loop, monkeypatch):
     assert loop.steps == before
 
 
-def test_what_it_has_freed_is_reported_once(loop, monkeypatch):
-    """VLLM reports gauges with a step, and how full its cache is."""
-    monkeypatch.setattr(engine_loop, "_STEP_SECONDS", 1e9)
-    monkeypatch.setattr(stats, "_GAUGE_SECONDS", 0.0)
-    claims = [loop.keep("a"), loop.keep("b")]
-    assert loop.stats[-1].data["held_leases"] == 2
-    before = loop.steps
-    for claim in claims:
-        loop.release(claim)
-    until(lambda: not kept(loop.kvhma))
-    assert loop.steps == before
-    monkeypatch.setattr(engine_loop, "_STEP_SECONDS", 0.1)
-    until(lambda: loop.steps > before)
-    assert steps_in(loop, 1.5) == 0
-    assert loop.steps == before + 1
-    assert loop.stats[-1].data["held_leases"] == 0
-
-
 def test_a_pause_does_not_wait_for_a_report(loop, monkeypatch):
     """The report follows after it."""
     loop.release(loop.keep())
@@ -194,27 +171,12 @@ def test_a_pause_does_not_wait_for_a_report(loop, monkeypatch):
     until(lambda: loop.steps > before)
 
 
-def test_a_step_of_its_own_frees_what_has_ended(loop):
-    loop.release(loop.keep("a"))
-    loop.keep("b")
-    assert len(loop.kvhma.context.leases) == 1
-    assert set(loop.kvhma.context.leases._ended) == set()
-
-
 def test_a_lease_that_ends_wakes_it_up(loop, caplog):
     loop.kvhma.context.leases._lease = 0.5
     loop.keep()
     until(lambda: not kept(loop.kvhma))
     assert loop.steps <= 10 * (OVERDUE_SECONDS + 0.5) / engine_loop._TICK_SECONDS
     assert "no decode engine has asked for it" in caplog.text
-
-
-def test_numbers_are_told_meanwhile(loop, monkeypatch):
-    monkeypatch.setattr(engine_loop, "_TICK_SECONDS", 0.05)
-    monkeypatch.setattr(engine_loop, "_STEP_SECONDS", 0.2)
-    loop.keep()
-    goes_on(loop, 3)
-    assert steps_in(loop, 1.0) <= 5
 
 
 def test_it_is_asked_to_step_once_however_long_the_step_takes(loop, monkeypatch):
@@ -255,13 +217,6 @@ def test_a_pause_leaves_to_readers_what_it_does_not_clear(loop, monkeypatch, mod
     loop.release(claim)
     until(lambda: not kept(loop.kvhma))
     assert loop.steps == before, "a paused engine makes no steps"
-
-
-def test_what_was_never_kept_has_no_thread(loop):
-    assert steps_in(loop, 0.1) == 0
-    assert "kvhma-peers" not in {one.name for one in threading.enumerate()}
-    loop.keep()
-    until(lambda: "kvhma-peers" in {one.name for one in threading.enumerate()})
 
 
 def test_a_thread_that_has_begun_again_still_wakes_the_loop_up(loop, monkeypatch):

@@ -4,10 +4,7 @@
 import itertools
 
 import pytest
-
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-torch = pytest.importorskip("torch", reason="needs torch; make connector runs it")
-
+import torch
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,

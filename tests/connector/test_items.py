@@ -6,9 +6,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-
 import torch
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
@@ -172,15 +169,6 @@ def test_positions_that_depend_on_items(p, d, at_p, given, why):
         assert "M-RoPE" in text
 
 
-@pytest.mark.parametrize("shapes", [(grid(1, 4, 6), None), (None, grid(1, 4, 6)), (None, None)])
-def test_the_same_item_needs_no_shape(p, d, shapes):
-    for one in (p, d):
-        one.context.engine = replace(one.context.engine, positions_depend_on_items=True)
-    request = asked("r", handed_over(p, feature(data=shapes[0])), feature(data=shapes[1]))
-    d.on_request_added(request)
-    assert d.matched_tokens(request, 0) == (80, True)
-
-
 @pytest.mark.parametrize("hit", [0, 32, 48])
 def test_one_that_is_preempted_is_not_computed_from_its_placeholder(p, d, hit):
     """Unless the prefix cache still has all of the items that only P has seen."""
@@ -244,30 +232,6 @@ def test_who_computes_what_fails_takes_over_nothing(p):
         assert request.mm_features[0].identifier == "a placeholder"
     finally:
         d.close()
-
-
-def test_workers_hear_of_no_items(p, d):
-    ticket = "0123456789abcdef" * 2
-    at_p = asked("at p", {"do_remote_decode": True, "kvhma_ticket": ticket}, feature())
-    p.on_request_added(at_p)
-    address = p.context.engine.address
-    params = {"do_remote_prefill": True, "kvhma_ticket": ticket, "remote_host": address.host}
-    request = asked("r", params | {"remote_port": address.port}, feature())
-    d.on_request_added(request)
-    until(lambda: d.matched_tokens(request, 0) == (80, True))
-    d.on_blocks_allocated(request, blocks(d), 80)
-    at_p.num_computed_tokens, at_p.status = 80, RequestStatus.FINISHED_LENGTH_CAPPED
-    assert p.on_request_finished(at_p, tables(p))["kvhma"]["items"]
-    orders = []
-    until(lambda: orders, lambda: orders.extend(d.on_step(STEP).loads))
-    assert [order.remote.items for order in orders] == [()]
-
-
-def test_p_names_its_items_only_if_they_are_trusted(p):
-    assert handed_over(p, feature())["kvhma"]["items"] == [[CAT, "image", 20, 24, SHAPE]]
-    assert "items" not in handed_over(p)["kvhma"]
-    p.context.rooms = ()
-    assert "items" not in handed_over(p, feature())["kvhma"]
 
 
 @pytest.mark.parametrize(

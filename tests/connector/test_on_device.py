@@ -14,20 +14,11 @@ import time
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-torch = pytest.importorskip("torch", reason="needs torch; make connector runs it")
-
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-    compute_layout_strides,
-    create_kv_cache_views,
 )
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvhma.errors import GeometryError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Span
@@ -62,6 +53,7 @@ from support.simulated_device import (
     on_device,
     plain,
 )
+from support.vllm_caches import allocated
 from support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("exact_plans")
@@ -91,24 +83,19 @@ class Engine:
 
     def __init__(self, name, *, data_parallel_size=1, place=on_device, buffer="cpu", block=BLOCK, **extra):
         spec = FullAttentionSpec(block_size=block, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
-        raw = torch.empty(len(LAYERS) * BLOCKS * spec.page_size_bytes, dtype=torch.int8)
-        raw.random_(generator=torch.Generator().manual_seed(len(name)))
-        strides = compute_layout_strides(spec, BLOCKS, len(LAYERS), KVCacheLayout.LBHNC)
-        tensor = KVCacheTensor(raw.numel(), list(LAYERS), layer_stride=strides[0], block_stride=strides[1])
-        views = create_kv_cache_views(raw, spec, BLOCKS, KVCacheLayout.LBHNC, tensor)
-        self.raw = raw
+        self.raw, views, caches = allocated(spec, BLOCKS, LAYERS, "LBHNC")
+        self.raw.random_(generator=torch.Generator().manual_seed(len(name)))
         self.received: set[str] = set()
         self.failed: set[str] = set()
         # As bits: some random floats are NaN, which equals nothing.
-        self.caches = [view.view(torch.int16) for view in views]
+        self.caches = [view.view(torch.int16) for view in views.values()]
         config = copy.deepcopy(vllm_config_of(name, False, "kv_both"))
         extra |= {"model_id": "tiny", "handshake_timeout": 10}
         config.kv_transfer_config.kv_connector_extra_config |= extra
         config.kv_transfer_config.kv_buffer_device = buffer
         config.parallel_config.data_parallel_size = data_parallel_size
-        groups = [KVCacheGroupSpec(list(LAYERS), spec)]
-        self.connector = KvhmaConnector(config, KVConnectorRole.WORKER, KVCacheConfig(BLOCKS, [tensor], groups))
-        self.connector.register_kv_caches({of: place(view) for of, view in zip(LAYERS, views, strict=True)})
+        self.connector = KvhmaConnector(config, KVConnectorRole.WORKER, caches)
+        self.connector.register_kv_caches({of: place(view) for of, view in views.items()})
 
     def step(self, *loads, launch=lambda: None, idle=False):
         """Run a step as vLLM's runners do: start loads, run the forward pass, read short loads, collect results."""
@@ -235,29 +222,6 @@ def test_a_load_comes_after_the_steps_before_it_and_not_after_its_own(p, d, devi
     assert stats["zero_seconds"][0] > 0.1
 
 
-def test_what_is_asked_of_the_device_in_a_load_and_in_which_order(p, d, device):
-    d.step(p.load("first"))
-    assert d.until_received("first") == set()
-    device.idle()
-    device.calls.clear()
-    d.step(p.load("r"))
-    assert d.until_received("r") == set()
-    engine, thread = threading.current_thread().name, "kvhma-reads"
-    calls = [(call.thread, call.what, call.of) for call in device.calls if call.thread in (engine, thread)]
-    (mark, of_engine) = next(of for name, what, of in calls if (name, what) == (engine, "record"))
-    assert of_engine is device.engine
-    by_pump = [(what, of) for name, what, of in calls if name == thread]
-    names = [what for what, _ in by_pump]
-    assert names[:3] == ["wait", "zero", "record"]
-    own, after = by_pump[0][1]
-    done, recorded_on = by_pump[2][1]
-    assert own is by_pump[1][1] is recorded_on is not device.engine
-    assert after is mark
-    assert names.index("done") < names.index("nixl.initialize_xfer") < names.index("nixl.transfer")
-    assert by_pump[names.index("done")][1] is done
-    assert names.count("zero") == 1, "one launch for all ranges"
-
-
 def test_every_thread_chooses_the_device_first_and_none_waits_for_all_of_it(p, start, device):
     d = start(Engine, "d", prefill_engines=[str(p.address)])
     time.sleep(0.2)
@@ -347,16 +311,6 @@ def test_a_device_that_fails_fails_its_loads(p, d, device, monkeypatch):
     monkeypatch.setattr(type(d.connector._worker._device.mark()), "query", lambda event: 1 // 0)
     d.step(p.load("r"))
     assert d.until_received("r") == {"r"}
-
-
-@pytest.mark.parametrize(("engines", "idle", "expected"), [(1, False, 0), (1, True, 1), (2, False, 0), (2, True, 0)])
-def test_which_steps_wait_for_loads(p, start, monkeypatch, engines, idle, expected):
-    d = start(Engine, "d", data_parallel_size=engines)
-    waits = []
-    monkeypatch.setattr(d.connector._worker._results, "wait", lambda *, for_pieces: waits.append(1))
-    d.step(p.load("r"), idle=idle)
-    d.step()
-    assert len(waits) == expected
 
 
 @pytest.fixture

@@ -3,25 +3,15 @@
 
 import json
 import threading
-from collections import namedtuple
 
 import pytest
 
-# With its parts, since torch warns while they are imported, and a warning is an error here.
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-
-from kvhma.errors import RequestError
-from kvhma.vllm.loads import decode
 from kvhma.vllm.prompts import prompt_digests
 from kvhma.vllm.prompts.prompt import prompt_digest
 from kvhma.vllm.prompts.prompt_digests import PromptDigests
 from kvhma.vllm.wire.messages import Outcome
-from support.schedulers import BUSY, STEP, blocks, request, scheduler, tables
+from support.schedulers import BUSY, blocks, request, scheduler, tables
 from support.waiting import until
-
-Done = namedtuple("Done", "done not_done")
-
-"""A step that computes something."""
 
 
 @pytest.fixture
@@ -87,19 +77,6 @@ def test_a_request_waits_for_its_digest_and_no_step_does(params, d, go_on):
     d.on_blocks_allocated(asked, blocks(d), 40)
     (order,) = d.on_step(BUSY).loads
     assert order.outcome is Outcome.READ
-
-
-def test_a_step_without_work_waits_a_little(params, d, go_on, monkeypatch):
-    """Otherwise an engine that only schedules would hold Python's lock, which the thread needs."""
-    monkeypatch.setattr(decode, "_CLAIM_AFTER_SECONDS", 60.0)  # on a busy machine the digest alone may take too long
-    asked = request(params=params)
-    d.on_request_added(asked)
-    threading.Timer(1e-3, go_on.set).start()
-    until(lambda: not d.on_step(STEP) or not d.decode._loads.comparing)
-    assert d.matched_tokens(asked, 0) == (40, True)
-    d.on_blocks_allocated(asked, blocks(d), 40)
-    assert len(d.on_step(STEP).loads) == 1
-    assert d.decode.claims.renewer._sessions == {}, "a load that does not last is not claimed"
 
 
 def test_a_request_that_nobody_asks_for_is_claimed_once_it_is_compared(params, p, d, go_on):
@@ -202,20 +179,6 @@ def test_what_was_not_begun_does_not_wait_for_others(go_on):
     prompts.close()
 
 
-def test_an_idle_step_waits_for_one_digest_only(params, d, go_on, monkeypatch):
-    waits = []
-    monkeypatch.setattr(prompt_digests, "wait", lambda futures, seconds: waits.append(seconds) or Done(set(), futures))
-    for index in range(20):
-        d.on_request_added(request(f"r{index}", params=params))
-    for _ in range(6):
-        d.on_step(STEP)
-    assert 1 <= len(waits) <= 6
-    waits.clear()
-    for _ in range(6):
-        d.on_step(BUSY)
-    assert waits == []
-
-
 @pytest.mark.parametrize("why", ["there can be no more threads", "the engine stops"])
 def test_without_a_thread_a_digest_is_made_at_once(params, d, go_on, monkeypatch, why):
     prompts = d.context.prompts
@@ -248,14 +211,3 @@ def test_a_state_is_never_read_into_the_null_block(params, d):
     metadata = d.on_step(BUSY)
     assert metadata.loads == []
     assert metadata.refusals["r"].text == "the block of its state is the null block"
-
-
-def test_a_short_prompt_has_no_thread():
-    prompts = PromptDigests()
-    asked = request(tokens=1000)
-    assert not prompts.begin_digest(asked, 1000)
-    assert prompts.is_ready("r")
-    assert prompts.take_digest(asked, 1000) == prompt_digest(asked, 1000)
-    prompts.close()
-    with pytest.raises(RequestError):
-        prompts.take_digest(asked, 1001)

@@ -3,17 +3,12 @@
 
 import contextlib
 import functools
-import itertools
 
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-pytest.importorskip("torch", reason="needs torch; make connector runs it")
-
 from kvhma import plan
 from kvhma.errors import PeerLostError, TransferError
-from kvhma.geometry import Span
 from kvhma.nixl import Agent, window
 from kvhma.nixl.window import ReadWindow
 from kvhma.vllm.metadata import StepMetadata
@@ -181,18 +176,3 @@ def test_a_piece_is_not_read_again(p, d, reads):
     d.worker.start_loads(StepMetadata([piece]))
     assert "cut off" in until(lambda: d.worker.collect(idle=True)[1].lost_pieces)["a"]
     assert len(reads.rows) == len(BLOCKS)
-
-
-@pytest.mark.parametrize("part_bytes", [1, PAGE, 2 * PAGE, 5 * PAGE, 1 << 40])
-def test_parts_are_all_of_a_transfer_in_order(p, monkeypatch, part_bytes):
-    monkeypatch.setattr(read_parts, "PART_BYTES", part_bytes)
-    transfer = plan(p.geometry, [p.geometry], max_descriptors=PAGES).transfer(
-        len(BLOCKS), [Span(0, BLOCKS)], [Span(0, BLOCKS[::-1])]
-    )
-    parts = parts_of(transfer.reads, transfer.bytes)
-    for side in ("local", "remote"):
-        whole = np.concatenate([getattr(read, side) for read in transfer.reads])
-        assert np.array_equal(np.concatenate([getattr(part, side) for part in parts]), whole)
-    sizes = [int(part.local[:, 1].sum()) for part in parts]
-    assert all(size < part_bytes + PAGE for size in sizes)
-    assert all(one + two > part_bytes for one, two in itertools.pairwise(sizes))

@@ -15,10 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-torch = pytest.importorskip("torch", reason="needs torch; make connector runs it")
-
+import torch
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
@@ -28,19 +25,15 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
-    KVCacheTensor,
     MambaSpec,
-    compute_layout_strides,
-    create_kv_cache_views,
 )
-from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
 
 import kvhma
-from kvhma.errors import UnsupportedPairError
 from kvhma.geometry import Geometry, Group, Span
 from kvhma.vllm.caches.geometry import geometry_of
 from kvhma.vllm.caches.layer_parts import RankInfo
+from support.vllm_caches import allocated
 
 TAPS, HEADS, HEAD, STATE, GROUPS = 4, 4, 4, 2, 1
 CHANNELS = HEADS * HEAD + 2 * GROUPS * STATE
@@ -74,15 +67,10 @@ class Engine:
     """The memory of one layer of state, spoiled with NaN, and what the connector says of it."""
 
     def __init__(self, spec: MambaSpec, rank: int = 0, tp: int = 1) -> None:
-        order = KVCacheLayout.LBHNC
         self.spec = spec
-        self.raw = torch.full((BLOCKS * spec.page_size_bytes,), -1, dtype=torch.int8)
-        strides = compute_layout_strides(spec, BLOCKS, 1, order)
-        tensor = KVCacheTensor(self.raw.numel(), ["mixer"], layer_stride=strides[0], block_stride=strides[1])
-        views = create_kv_cache_views(self.raw, spec, BLOCKS, order, tensor)
-        config = KVCacheConfig(BLOCKS, [tensor], [KVCacheGroupSpec(["mixer"], spec)])
-        rank_info = RankInfo(rank, tp, state_groups=GROUPS)
-        self.geometry: Geometry = geometry_of(config, {"mixer": views[0]}, rank_info)
+        self.raw, views, config = allocated(spec, BLOCKS)
+        self.raw.fill_(-1)
+        self.geometry: Geometry = geometry_of(config, views, RankInfo(rank, tp, state_groups=GROUPS))
 
     def conv(self, block: int) -> Any:
         """The convolution's state of one block, channels by rows, in either order of the two."""
@@ -220,17 +208,6 @@ def test_linear_attention_over_ranks(mine: int, theirs: int, drafts: int) -> Non
         d, state = engine(rank, mine)
         copied(d, sources, ([Span(0, [1])], [Span(0, [1])]))
         np.testing.assert_array_equal(state, np.split(whole, mine)[rank])
-
-
-def test_states_that_are_not_known_name_the_setting() -> None:
-    def ring(drafts: int) -> Geometry:
-        spec = state_spec(drafts, "SD")
-        return Engine(
-            MambaSpec(**vars(spec) | {"shapes": (*spec.shapes, (3,)), "dtypes": (torch.float32,) * 3})
-        ).geometry
-
-    with pytest.raises(UnsupportedPairError, match=r"num_speculative_tokens=0.*num_speculative_tokens=3"):
-        kvhma.plan(ring(0), ring(3))
 
 
 # --- Slots ----------------------------------------------------------------------------------------------------
