@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 pytest.importorskip("click")
 
 import vllm
 
 from kvhma.cli import asked_layout
 from support.cli_run import cli, refused
-from support.families import FAMILIES
 from support.public_configs import MLA, PUBLIC
 
 pytestmark = [
@@ -63,26 +61,6 @@ def test_vllm_is_asked_where_the_table_refuses(tmp_path: Path) -> None:
 
 def test_the_table_alone(tmp_path: Path) -> None:
     assert "kv_lora_rank 256" in refused("plan", save(tmp_path, MINICPM3), "--layout", "table")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["gemma-4, 2 global heads", "Zamba2", "Kimi-Linear", "DeepSeek-V3.2", "MiMo-V2-Flash"])
-def test_both_say_the_same(name: str, tmp_path: Path) -> None:
-    folder = save(tmp_path, FAMILIES[name])
-    forms = []
-    for layout in ("table", "vllm"):
-        given = ("--prefill", "tp=2", "--decode", "tp=4", "--tokens", 3000, "--json", "--layout", layout)
-        forms.append(cli("plan", folder, *given).form)
-    assert [form.pop("layout") for form in forms] == ["table", f"vLLM {vllm.__version__}"]
-    assert forms[0] == forms[1]
-
-
-@pytest.mark.long
-def test_other_commands_ask_too(tmp_path: Path) -> None:
-    folder, said = save(tmp_path, MINICPM3), f"vLLM {vllm.__version__}"
-    form = cli("plan", folder, "--decode", "tp=4", "--tokens", 100, "--json").form
-    assert (form["layout"], form["decode"]["kv_bytes_per_token"]) == (said, 10 * 2 * 96 * 2)
-    assert cli("explain", folder, "--tokens", 100, "--json").form["layout"] == said
 
 
 def test_what_neither_takes(tmp_path: Path) -> None:

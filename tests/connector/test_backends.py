@@ -10,11 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-# With its parts, since torch warns while they are imported, and a warning is an error here.
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-torch = pytest.importorskip("torch", reason="needs torch; make connector runs it")
-
+import torch
 import vllm
 from vllm.v1.attention.backend import AttentionBackend, subclass_attention_backend
 from vllm.v1.attention.backends import composite
@@ -167,7 +163,6 @@ HEADS = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torc
 ROWS_OF = {"block_size": 64, "num_kv_heads": 1, "max_tp_shards": 1}
 LATENT = MLAAttentionSpec(**ROWS_OF, head_size=24, dtype=torch.bfloat16)
 FLOATS = MLAAttentionSpec(**ROWS_OF, head_size=24, dtype=torch.float32)
-SECTIONED = MLAAttentionSpec(**ROWS_OF, head_size=132, dtype=torch.uint8)
 
 
 def pages_of(backend: str) -> set[str]:

@@ -3,25 +3,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
 import shlex
 from pathlib import Path
 
 import click
 import pytest
 
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-
 try:
     from vllm.entrypoints.common.cli_args import make_arg_parser
 except ImportError:  # vLLM 0.32 and older
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
-import vllm
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvhma.cli.app import app
-from kvhma.versions import VLLM_DEFAULT, series
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.wire.params import Address
 from support.examples import commands, transfer_config
@@ -78,9 +72,3 @@ def test_vllm_takes_the_options_of_pages():
         assert parser.parse_args(arguments)
     with pytest.raises(SystemExit):
         parser.parse_args([*pairs[0], "--prefill-device", "0"])
-
-
-@pytest.mark.skipif(series(vllm.__version__) != series(VLLM_DEFAULT), reason="the page installs another version")
-def test_the_server_of_the_start_page_exists():
-    (module,) = re.findall(r"`python -m (vllm[\w.]+) ", (ROOT / "docs/start.md").read_text(encoding="utf-8"))
-    assert importlib.util.find_spec(module) is not None

@@ -9,20 +9,14 @@ import os
 import random
 import subprocess
 import sys
-import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-pytest.importorskip("torch", reason="needs torch; make connector runs it")
-
 from kvhma.errors import TransferError
 from kvhma.nixl import PreparedRead
-from kvhma.vllm.connector import _make_board
 from kvhma.vllm.holds import lease_table
 from kvhma.vllm.holds.lease_boards import LeaseBoards
 from kvhma.vllm.holds.lease_table import LeaseTable
@@ -229,13 +223,6 @@ def test_other_boards_show_what_is_kept_from_then_on(board):
     second.close()
 
 
-def test_a_load_that_one_rank_saw_is_told_of():
-    """P has to hear of it, whether or not another rank has asked."""
-    seen, asked = WorkerReport(verified_by_board={"a"}), WorkerReport(first_tokens={"a": {0: 1}})
-    assert seen.aggregate(asked).verified_by_board == asked.aggregate(seen).verified_by_board == {"a"}
-    assert not seen.is_empty
-
-
 # --- D's side --------------------------------------------------------------------------------------------------
 
 
@@ -409,31 +396,6 @@ def test_an_engine_of_which_one_worker_has_no_board_is_asked(p, d, asked, second
     assert has_all_places(d)
 
 
-def test_threads_that_look_at_one_board(p, d):
-    board, wrong = looked_at(d, p), []
-
-    def look_now():
-        now = time.monotonic()
-        while (found := board.look(now))[0] <= now:
-            pass
-        return found[1]
-
-    def look():
-        for number in range(100):
-            remote = p.remote(f"{threading.get_ident()} {number}", [1])
-            mark = mark_of(remote.lease_key, DIGEST)
-            wrong.extend([number] if mark not in look_now() else [])
-            p.leases.release([LeaseClaim(remote.lease_key, 1, DIGEST)], Outcome.READ)
-            wrong.extend([number] if mark in look_now() else [])
-
-    threads = [threading.Thread(target=look) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not wrong
-
-
 # --- a slow read -------------------------------------------------------------------------------------------------
 
 
@@ -516,24 +478,6 @@ def test_a_reading_that_began_before_the_read_had_ended_does_not_count(clock):
     assert shown_at == 1000.002
     assert b"again" in board
     assert read.posted == 2, "what is known is not read again"
-
-
-def test_loads_that_end_all_the_time_do_not_keep_each_other_waiting(clock):
-    """A board that takes 2 ms, and a load every millisecond: each load uses the first read that began after it."""
-    reader, read = slow_board()
-    began, waiting, waited = 0.0, [], []
-    for step in range(200):
-        clock.now = 1000.0 + step * 0.001
-        waiting.append(clock.now - 0.0005)
-        if read.posted and not read.finished and clock.now - began >= 0.002:
-            read.end()
-        posted = read.posted
-        shown_at, _ = reader.look(max(waiting))
-        began = clock.now if read.posted > posted else began
-        waited += [clock.now - since for since in waiting if since < shown_at]
-        waiting = [since for since in waiting if since >= shown_at]
-    assert len(waited) > 190
-    assert max(waited) < 0.006
 
 
 def test_a_board_that_does_not_answer_keeps_later_loads_no_time(clock):
@@ -627,13 +571,3 @@ def test_a_lost_engine_whose_board_is_read_keeps_nobody_waiting(p, d, stuck):
     assert board._place is not None, "something may be written there"
     states.append("ended")
     until(lambda: board._place is None)
-
-
-def test_a_board_that_nixl_does_not_register_leaves_nothing():
-
-    def register(geometry):
-        raise TransferError("NIXL_ERR_BACKEND")
-
-    before = {entry.name for entry in Path("/proc/self/fd").iterdir()}
-    assert _make_board(SimpleNamespace(register=register), bytes(32)) is None
-    assert {entry.name for entry in Path("/proc/self/fd").iterdir()} == before

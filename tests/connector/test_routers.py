@@ -9,10 +9,7 @@ import importlib.util
 import json
 import shutil
 import subprocess
-import threading
-import urllib.request
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +20,7 @@ from kvhma import Span
 from kvhma.errors import RequestError
 from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, Prefix
 from kvhma.vllm.wire.secrets import Secrets
-from support.engines.engine import REMOTE_DECODE, free_port
-from support.waiting import until
+from support.engines.engine import REMOTE_DECODE
 
 Params = dict[str, Any]
 Trip = Callable[[Params], Params]
@@ -153,91 +149,8 @@ def protobuf(_: Path) -> Iterator[Trip]:
     yield trip
 
 
-class Engine(BaseHTTPRequestHandler):
-    """An engine's HTTP server. P's returns what the test sets, D's stores what it receives."""
-
-    protocol_version = "HTTP/1.1"
-    server: Any
-
-    def do_GET(self) -> None:
-        self.reply({"status": "ok", "data": []})
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.path == "/v1/completions":
-            self.server.asked.append(body)
-        answer = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m", "usage": {}}
-        answer["choices"] = [{"index": 0, "text": "a", "finish_reason": "length", "logprobs": None}]
-        self.reply(answer | self.server.more)
-
-    def reply(self, answer: Any) -> None:
-        data = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("Connection", "close")  # a router keeps what is open, and its thread here, beyond the test
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def engine() -> Iterator[Any]:
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Engine)
-    server.asked, server.more = [], {}
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-def answers(url: str) -> bool:
-    with contextlib.suppress(OSError):
-        return bool(urllib.request.urlopen(url, timeout=5).status == 200)
-    return False
-
-
-@contextlib.contextmanager
-def rust(folder: Path) -> Iterator[Trip]:
-    from support.router import ROUTER
-
-    if ROUTER is None:
-        pytest.skip("needs vllm-router: pip install vllm-router")
-    with engine() as p, engine() as d, (folder / "log").open("w") as log:
-        own, port = f"http://127.0.0.1:{(at := free_port())}", str(at)
-        command = [ROUTER, "--host", "127.0.0.1", "--port", port, "--prometheus-port", str(free_port())]
-        command += ["--vllm-pd-disaggregation"]
-        for role, server in (("--prefill", p), ("--decode", d)):
-            command += [role, f"http://127.0.0.1:{server.server_address[1]}"]
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-
-        def trip(params: Params) -> Params:
-            p.more = {"kv_transfer_params": params}
-            body = json.dumps({"model": "m", "prompt": "a", "max_tokens": 5}).encode()
-            headers = {"Content-Type": "application/json"}
-            urllib.request.urlopen(urllib.request.Request(f"{own}/v1/completions", body, headers), timeout=60).read()
-            assert p.asked[-1]["kv_transfer_params"] == REMOTE_DECODE
-            assert p.asked[-1]["max_tokens"] == 1
-            found: Params = d.asked[-1]["kv_transfer_params"]
-            return found
-
-        try:
-            until(lambda: process.poll() is not None or answers(f"{own}/health"))
-            assert process.poll() is None, (folder / "log").read_text()
-            yield trip
-        finally:
-            process.terminate()
-            process.wait()
-
-
-ROUTERS = {"vllm-router": rust, "llm-d's sidecar": go, "JavaScript": javascript, "Lua": lua}
-ROUTERS |= {"protobuf `Struct`": protobuf}
+ROUTERS = {"llm-d's sidecar": go, "JavaScript": javascript, "Lua": lua, "protobuf `Struct`": protobuf}
+"""tests/e2e/test_router_engines.py has vllm-router."""
 
 
 @pytest.fixture(scope="module", params=ROUTERS)
@@ -265,7 +178,6 @@ def changes(before: Any, after: Any) -> set[str]:
 
 
 CHANGES = {
-    "vllm-router": set(),
     "llm-d's sidecar": {"order of keys", "`30.0` is `30`"},
     "JavaScript": {"`30.0` is `30`"},
     "Lua": {"order of keys", "`30.0` is `30`", "`[]` is `{}`"},
