@@ -12,9 +12,6 @@ from dataclasses import replace
 
 import pytest
 
-# With its parts, since torch warns while they are imported, and a warning is an error here.
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-
 from kvhma.vllm.holds import lease_table
 from kvhma.vllm.holds.lease_table import OVERDUE_SECONDS
 from kvhma.vllm.loads.decode import DecodeScheduler
@@ -196,17 +193,6 @@ def test_another_template(make, kinds):
     assert chat.p.counted("local_prefills") == {"other_prompt": 1}
 
 
-def test_the_same_prompt_once_more(chat):
-    """A client may want another answer: then the prompt is shorter than the text that D has."""
-    prompt = chat.words(100)
-    said, params = chat.turn(prompt)
-    chat.turn(prompt, params)
-    assert chat.computed == 1
-    said, params = chat.turn(said)
-    chat.turn(said, params)
-    assert chat.computed == 1
-
-
 @pytest.mark.parametrize("outcome", ["nothing", "part", "garbage"])
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("recompute", [False, True], ids=["fail", "recompute"])
@@ -298,15 +284,6 @@ def test_the_threshold_is_of_what_p_lacks(make):
         said, params = chat.turn(chat.words(170))
         chat.turn(said + chat.words(5), params)
         assert chat.p.counts.loads == loads
-
-
-def test_samples_keep_nothing(chat):
-    prompt = chat.words(50)
-    _, told = chat.prefill(prompt)
-    chat.d.add("0_r", prompt, 4, told)
-    for _ in range(20):
-        chat.d.step()
-    assert chat.d.finished["0_r"].kv_transfer_params is None
 
 
 @pytest.mark.parametrize("kinds", KINDS)
@@ -520,14 +497,3 @@ def test_whatever_a_client_says_of_an_answer_p_computes(make):
     chat.p.read_from(chat.d)
     chat.turn(prompt, params)
     assert chat.p.counts.loads == 1, "nothing of it has touched the answer"
-
-
-def test_an_engine_that_may_not_be_read_from(chat):
-    context = chat.p.kvhma.context
-    settings = replace(context.settings, allowed_prefill_engines=())
-    context.sources = settings.sources(has_secret=context.secrets.enabled)
-    said, params = chat.turn(chat.words(100))
-    chat.turn(said + chat.words(5), params)
-    assert chat.p.counts.loads == 0
-    assert chat.p.counted("local_prefills") == {"refused": 1}
-    assert chat.p.counted("refused_sources") == {"not_allowed": 1}

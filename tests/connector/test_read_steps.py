@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-
 from kvhma.errors import HandshakeTimeoutError, PeerLostError, TransferError
 from kvhma.vllm.reads import read_steps
 from kvhma.vllm.reads.active_read import ActiveRead, ReadState, required
