@@ -343,23 +343,15 @@ class Counts:
 
     hits: requests that began with blocks of the prefix cache.
         hits: requests that began with blocks of the prefix cache.
-        tainted: those of them that took a block with a wrong label.
-        poisoned: those of them that read a wrong label.
         loads: loads that the scheduler requested.
         failed: loads that failed or were refused.
         preempted: preemptions.
-        wrong_blocks: blocks in the prefix cache with a wrong label, each once a step.
-        wrong_reads: reads of a wrong label.
     """
 
     hits: int = 0
-    tainted: int = 0
-    poisoned: int = 0
     loads: int = 0
     failed: int = 0
     preempted: int = 0
-    wrong_blocks: int = 0
-    wrong_reads: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(one + more for one, more in zip(astuple(self), astuple(other), strict=True)))
@@ -371,13 +363,11 @@ class Engine:
     Args:
         shape: the engine's configuration.
         rng: source of all randomness.
-        strict: raise on the first error instead of counting it.
     """
 
-    def __init__(self, shape: EngineShape, rng: random.Random, *, strict: bool = True) -> None:
+    def __init__(self, shape: EngineShape, rng: random.Random) -> None:
         self.shape = shape
         self.rng = rng
-        self.strict = strict
         self.scheduler = _scheduler(shape)
         self.connector: Any = self.scheduler.connector
         self.kvhma = self.connector._scheduler
@@ -407,7 +397,6 @@ class Engine:
         self._expected = np.zeros_like(self.labels)
         self._checked = np.zeros(self.labels.shape, bool)
         self._hit_requests: set[str] = set()
-        self._wrong_requests: set[str] = set()
         self.stats = TransferStats()
         """What the connector's scheduler has reported to vLLM."""
         self._watch_hits()
@@ -739,9 +728,6 @@ class Engine:
             self._wrong_cache(np.flatnonzero(wrong).tolist())
 
     def _wrong_cache(self, blocks: list[int]) -> None:
-        self.counts.wrong_blocks += len(blocks)
-        if not self.strict:
-            return
         texts = []
         for key, block_id in self._known:
             if block_id in blocks:
@@ -766,12 +752,7 @@ class Engine:
             self._wrong_read(name, group, f"tokens {where} of {start}..{stop}, table {table}")
 
     def _wrong_read(self, name: str, group: GroupShape, text: str) -> None:
-        self.counts.wrong_reads += 1
-        if name in self._hit_requests and name not in self._wrong_requests:
-            self._wrong_requests.add(name)
-            self.counts.poisoned += 1
-        if self.strict:
-            raise Violation(f"{self.shape.name}: request {name} reads of {group}: {text}")
+        raise Violation(f"{self.shape.name}: request {name} reads of {group}: {text}")
 
     def _learn(self, request: Request, text: Text) -> None:
         """Record the tokens that new block hashes stand for."""
@@ -813,7 +794,6 @@ class Engine:
             if hit and request.request_id not in self._hit_requests:
                 self._hit_requests.add(request.request_id)
                 self.counts.hits += 1
-                self.counts.tainted += bool(((self.labels != self._expected) & self._checked)[hit].any())
             allocated(request, blocks, external)
 
         self.scheduler._get_local_prefix_cache_hit = ask

@@ -48,7 +48,6 @@ class Case:
         d: the decode engine.
         longest: tokens of a prompt at most.
         requests: how many.
-        near: whether most prompts repeat the previous prompt with another end.
         both_ways: whether the decode engine prefills as well, for the prefill engine.
         odds: who computes what.
         turns: whether the prefill engine reads the decode engine's answers for the next turns.
@@ -60,7 +59,6 @@ class Case:
     d: EngineShape
     longest: int
     requests: int = 12
-    near: bool = False
     both_ways: bool = False
     odds: dict[str, float] = field(default_factory=dict)
     turns: bool = False
@@ -82,14 +80,13 @@ class Case:
 ODDS = {"hand-off": 0.6, "d alone": 0.25, "p alone": 0.1, "abandoned": 0.05}
 
 
-def case_of(seed: int, *, mix: str | None = None, sizes: tuple[int, int] | None = None, plain: bool = False) -> Case:
+def case_of(seed: int, *, mix: str | None = None, sizes: tuple[int, int] | None = None) -> Case:
     """Draw a case.
 
     Args:
         seed: decides everything.
         mix: kinds of the groups; None for any.
         sizes: block sizes of P and D; None for the next of all pairs.
-        plain: no failures, no aborts, no overlapped steps, large pools.
     """
     rng = random.Random(seed)
     mix = mix or list(MIXES)[rng.randrange(len(MIXES))]
@@ -98,14 +95,14 @@ def case_of(seed: int, *, mix: str | None = None, sizes: tuple[int, int] | None 
     largest = max(sizes)
     longest = largest * rng.randint(3, 6) if largest > 8 else max(12, largest * rng.randint(3, 7))
     # Without prefix caching vLLM keeps one state for each request, in one large block.
-    caching = (plain or rng.random() < 0.9, plain or rng.random() < 0.97)
+    caching = (rng.random() < 0.9, rng.random() < 0.97)
     reaches = [_reach(rng, kind, sizes, caching) for kind in kinds]
     sides = [
-        _side(rng, name, kinds, reaches, size, longest, cached, plain)
+        _side(rng, name, kinds, reaches, size, longest, cached)
         for name, size, cached in zip("pd", sizes, caching, strict=True)
     ]
     case = Case(seed, mix, sides[0], sides[1], longest, requests=rng.randint(10, 14), odds=ODDS)
-    if not plain and rng.random() < 0.2:
+    if rng.random() < 0.2:
         case.both_ways = True
         case.p, case.d = (replace(side, role="kv_both") for side in sides)
     return case
@@ -129,12 +126,11 @@ def _side(
     size: int,
     longest: int,
     caching: bool,
-    plain: bool,
 ) -> EngineShape:
     state = "state" in kinds
     sizes = [size] * len(kinds)
     unit = None
-    overlapped = not plain and rng.random() < 0.3
+    overlapped = rng.random() < 0.3
     if state:
         if not caching:
             sizes = [2048 if kind == "state" else size for kind in kinds]
@@ -144,7 +140,7 @@ def _side(
             if rng.random() < 0.5:
                 # Layers whose pages are larger get smaller blocks.
                 sizes = [unit if kind in ("sliding", "chunked") else size for kind in kinds]
-    elif "chunked" not in kinds and len(kinds) > 1 and not plain and rng.random() < 0.2:
+    elif "chunked" not in kinds and len(kinds) > 1 and rng.random() < 0.2:
         # Layers whose pages are smaller get larger blocks.
         sizes[rng.randrange(len(kinds))] *= 2
     groups = tuple(
@@ -154,7 +150,7 @@ def _side(
     need = sum(2 if group.kind == "state" else -(-(longest + 10) // group.block_size) + 1 for group in groups)
     if any(group.kind == "state" for group in groups):
         need += 4
-    blocks = 1 + (need * 6 if plain else need + rng.choice((0, 1, need // 2, need, need * 3)))
+    blocks = 1 + need + rng.choice((0, 1, need // 2, need, need * 3))
     return EngineShape(
         name,
         groups,
@@ -165,19 +161,19 @@ def _side(
         overlapped=overlapped,
         hash_unit=unit,
         checkpoint=1 if state and caching and unit is None and rng.random() < 0.3 else None,
-        reserve_full=plain or rng.random() < 0.5,
-        retention=None if plain else rng.choice((None, None, None, 0, 1, 2)),
+        reserve_full=rng.random() < 0.5,
+        retention=rng.choice((None, None, None, 0, 1, 2)),
         ranks=1 if name == "p" else rng.randint(1, min(2, len(kinds))),
         role=rng.choice(("kv_both", "kv_producer" if name == "p" else "kv_consumer")),
-        long_prefill=0 if plain else rng.choice((0, 0, 0, max(size, 3))),
+        long_prefill=rng.choice((0, 0, 0, max(size, 3))),
     )
 
 
-def turns_of(seed: int, *, mix: str | None = None, sizes: tuple[int, int] | None = None, plain: bool = False) -> Case:
+def turns_of(seed: int, *, mix: str | None = None, sizes: tuple[int, int] | None = None) -> Case:
     """Draw a case of conversations; the arguments are those of :func:`case_of`."""
-    case = case_of(seed, mix=mix, sizes=sizes, plain=plain)
+    case = case_of(seed, mix=mix, sizes=sizes)
     rng = random.Random(~seed)
-    threshold = 0 if plain else rng.choice((0, 0, 3, 10))
+    threshold = rng.choice((0, 0, 3, 10))
     case.p, case.d = (replace(side, turns=True, threshold=threshold) for side in (case.p, case.d))
     case.turns, case.both_ways = True, False
     case.odds = {"next turn": 0.55, "hand-off": 0.35, "d alone": 0.05, "p alone": 0.05}
@@ -187,17 +183,15 @@ def turns_of(seed: int, *, mix: str | None = None, sizes: tuple[int, int] | None
 class Run:
     """One sequence."""
 
-    def __init__(self, case: Case, *, strict: bool = True, plain: bool = False) -> None:
+    def __init__(self, case: Case) -> None:
         self.case = case
         self.rng = random.Random(case.seed ^ 0x5EED)
-        self.plain = plain
-        self.p = Engine(case.p, self.rng, strict=strict)
-        self.d = Engine(case.d, self.rng, strict=strict)
+        self.p = Engine(case.p, self.rng)
+        self.d = Engine(case.d, self.rng)
         self.d.read_from(self.p)
         if case.both_ways or case.turns:
             self.p.read_from(self.d)
-        if not plain:
-            self.p.load_odds = self.d.load_odds = {"ok": 0.8, "nothing": 0.05, "part": 0.1, "garbage": 0.05}
+        self.p.load_odds = self.d.load_odds = {"ok": 0.8, "nothing": 0.05, "part": 0.1, "garbage": 0.05}
         self.prompts: list[list[int]] = []
         self.waiting: dict[str, tuple[Engine, Engine | None, list[int]]] = {}
         self.numbers = itertools.count()
@@ -219,8 +213,7 @@ class Run:
             self._hand_over()
             if rng.random() < 0.8:
                 done += self.d.step()
-            if not self.plain:
-                self._disturb()
+            self._disturb()
             idle = 0 if done else idle + 1
             if asked == case.requests and self.p.idle and self.d.idle and not self.waiting:
                 break
@@ -246,7 +239,7 @@ class Run:
         if self.case.turns:
             # Room for an answer, and for another turn.
             del tokens[max(1, self.case.longest // 2) :]
-        more = {"greedy": self.rng.random() < 0.8, "unread": not self.plain and self.rng.random() < 0.05}
+        more = {"greedy": self.rng.random() < 0.8, "unread": self.rng.random() < 0.05}
         if how == "next turn":
             tokens, params = self._next_turn(tokens)
             self.p.add(name, tokens, 1, params, **more)
@@ -272,7 +265,7 @@ class Run:
             return tokens, plain
         said, params = self.answers.pop(rng.randrange(len(self.answers))) if rng.random() < 0.9 else self.answers[-1]
         new = [rng.randrange(3) for _ in range(rng.choice((0, 1, rng.randint(1, 6), self.case.longest // 2)))]
-        if self.plain or rng.random() < 0.6:
+        if rng.random() < 0.6:
             return [*said, *new][: self.case.longest], params
         if rng.random() < 0.05:
             params = {**params, "kvhma": {**params["kvhma"], "digest": "0" * 32}}
@@ -285,11 +278,6 @@ class Run:
     def _prompt(self) -> list[int]:
         """A new prompt, or one that shares a beginning with an earlier prompt or answer."""
         rng, longest = self.rng, self.case.longest
-        if self.case.near and self.prompts and rng.random() < 0.7:
-            source = self.prompts[-1] if rng.random() < 0.7 else rng.choice(self.prompts)
-            step = max(group.block_size for group in self.case.d.groups if group.kind != "state")
-            cut = max(1, len(source) - rng.randint(0, 2 * step))
-            return [*source[:cut], *(rng.randrange(3) for _ in range(rng.randint(0, step)))][:longest]
         if not self.prompts or rng.random() < 0.1:
             return [rng.randrange(3) for _ in range(rng.randint(1, longest))]
         source = rng.choice(self.prompts)
@@ -303,7 +291,7 @@ class Run:
         for name, (there, here, tokens) in list(self.waiting.items()):
             if name in there.scheduler.requests and name not in there.finished:
                 continue
-            if not self.plain and self.rng.random() < 0.3:
+            if self.rng.random() < 0.3:
                 continue
             del self.waiting[name]
             answer = there.finished.get(name)
@@ -313,15 +301,15 @@ class Run:
 
     def _give(self, engine: Engine, name: str, tokens: list[int], params: dict[str, Any]) -> None:
         rng = self.rng
-        if not self.plain and rng.random() < 0.05:
+        if rng.random() < 0.05:
             tokens = [*tokens, *(rng.randrange(3) for _ in range(3))]
-        if not self.plain and rng.random() < 0.03 and len(tokens) > 1:
+        if rng.random() < 0.03 and len(tokens) > 1:
             # A different prompt from the one that P computed.
             place = rng.randrange(len(tokens) - 1)
             tokens = [*tokens[:place], tokens[place] + 1, *tokens[place + 1 :]]
-        if not self.plain and rng.random() < 0.03:
+        if rng.random() < 0.03:
             params = {**params, "kvhma": {**params["kvhma"], "digest": "0" * 32}}
-        unread = not self.plain and rng.random() < 0.03
+        unread = rng.random() < 0.03
         more = {"stop": rng.randrange(3)} if self.case.turns and rng.random() < 0.5 else {}
         engine.add(name, tokens, rng.randint(1, 8), params, greedy=rng.random() < 0.8, unread=unread, **more)
 
