@@ -8,18 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-
 import vllm
 
 from kvhma.errors import ConfigError
 from kvhma.models import Attention, Model, State
 from kvhma.models.config import model_from_config, read_config
-from kvhma.vllm.caches.meta_model import ask
 from support.cli_configs import CONFIGS
 from support.families import FAMILIES
-from support.public_configs import EXPERTS, PUBLIC, own
+from support.public_configs import PUBLIC
 from support.vllm_models import model_in_fork
 
 pytestmark = [
@@ -56,19 +52,6 @@ def test_public_configurations(name: str) -> None:
     assert caches(model_from_config(PUBLIC[name])) == caches(found)
 
 
-def test_blocks_with_heads_of_their_own() -> None:
-    """Remote code gives them to vLLM's class, which is made without that code here."""
-    form = PUBLIC["Nemotron-3-Puzzle"]
-    blocks = [
-        block | ({"num_key_value_heads": 4} if number == 3 else {})
-        for number, block in enumerate(form["block_configs"])
-    ]
-    for changed_form in ({**form, "block_configs": blocks}, {**form, "block_configs": blocks[:-1]}):
-        for make in (model_from_config, lambda form: ask("puzzle", form, (1,))):
-            with pytest.raises(ConfigError, match="block_configs"):
-                make(changed_form)
-
-
 STEP = PUBLIC["Step-3.5-Flash"]
 
 
@@ -91,76 +74,6 @@ def test_other_heads_of_step(changes: dict[str, Any]) -> None:
     found = model_in_fork(form)
     assert isinstance(found, Model), found
     assert caches(model_from_config(form)) == caches(found)
-
-
-ADDED = {
-    "head_dim": 96,
-    "num_key_value_heads": 2,
-    "sliding_window": 96,
-    "use_sliding_window": True,
-    "layer_types": None,
-    "v_head_dim": 32,
-    "num_kv_shared_layers": 1,
-    "attention_chunk_size": 64,
-    "sliding_window_pattern": 2,
-    "kv_lora_rank": 64,
-}
-
-
-def changed(form: dict[str, Any], field: str) -> dict[str, Any] | None:
-    """The configuration with another value of a field, or with windows in every second layer."""
-    name = next((name for name in ("text_config", "llm_config", "language_config") if name in form), None)
-    text = dict(form[name] if name else form)
-    count = text.get("num_hidden_layers", 0)
-    if field == "layer_types":
-        text |= {"sliding_window": 96, field: ["sliding_attention", "full_attention"] * (count // 2)}
-    else:
-        text[field] = ADDED[field]
-    return {**form, name: text} if name else text
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("field", ADDED)
-@pytest.mark.parametrize("name", [name for name in PUBLIC if name not in NOT_MADE])
-def test_no_field_leads_to_a_wrong_guess(name: str, field: str) -> None:
-    """With any field added, the reader agrees with vLLM's class or refuses."""
-    form = changed(PUBLIC[name], field)
-    try:
-        read = model_from_config(form)
-    except ConfigError:
-        return
-    found = model_in_fork(form)
-    if isinstance(found, Model):
-        assert caches(read) == caches(found)
-
-
-WINDOWED = {
-    "MistralForCausalLM": "mistral",
-    "MixtralForCausalLM": "mixtral",
-    "Phi3ForCausalLM": "phi3",
-    "Qwen2MoeForCausalLM": "qwen2_moe",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "Starcoder2ForCausalLM": "starcoder2",
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("more", [{}, {"layer_types": ["sliding_attention", "full_attention"] * 4}, {"use": True}])
-@pytest.mark.parametrize("architecture", WINDOWED)
-def test_windows_are_those_of_the_class(architecture: str, more: dict[str, Any]) -> None:
-    """Classes read different fields of windows: a field that the class does not read is refused."""
-    more = {"use_sliding_window": True, "max_window_layers": 4} if "use" in more else more
-    form = own(
-        architecture, WINDOWED[architecture], 8, 1024, 8, 4, sliding_window=96, pad_token_id=0, **EXPERTS, **more
-    )
-    form["num_local_experts"] = 8
-    found = model_in_fork(form)
-    try:
-        read = model_from_config(form)
-    except ConfigError:
-        return
-    assert isinstance(found, Model), found
-    assert caches(read) == caches(found)
 
 
 def saved_types() -> list[tuple[str, str]]:
@@ -229,13 +142,3 @@ def test_saved_again_by_transformers(name: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(type(config), "model_type", SOURCES[name]["model_type"])
     config.save_pretrained(tmp_path)
     assert caches(read_config(tmp_path)) == caches(model_from_config(SOURCES[name]))
-
-
-@pytest.mark.parametrize("name", ["Zamba2", "gemma-4"])
-def test_saved_in_other_words(name: str, tmp_path: Path) -> None:
-    """Checks the premise of the previous test: transformers writes other words than it read."""
-    from transformers import AutoConfig
-
-    AutoConfig.for_model(**FAMILIES[name]).save_pretrained(tmp_path)
-    again = json.loads((tmp_path / "config.json").read_text())
-    assert "per_layer_config" in again or "linear_attention" in again["layers_block_type"]

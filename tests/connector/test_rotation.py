@@ -9,17 +9,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-
 from kvhma.vllm.wire.secrets import Secrets
 from support.examples import EXAMPLES, commands, compose_services, kubernetes_objects, transfer_config
-from support.rotating_pair import end_request, take_request, used
-from support.rotation import MEETINGS, Clock, replace
-from support.schedulers import scheduler
+from support.rotating_pair import used
+from support.rotation import replace
 from support.waiting import until
 
 OLD, NEW = b"o" * 32, b"n" * 32
@@ -165,28 +161,3 @@ def test_a_file_that_is_mounted_alone_never_changes(tmp_path):
         replace(tmp_path / "host" / "secret", OLD, NEW)
         until(lambda: pair.use("p", (OLD, NEW)))
         assert all(pair.use("d", (OLD,)) for _ in range(20))
-
-
-@pytest.mark.parametrize("name", MEETINGS)
-def test_requests_are_handed_off_if_a_rotation_fails(name, tmp_path, monkeypatch, caplog):
-    file, clock = tmp_path / "secret", Clock(monkeypatch)
-    replace(file, OLD)
-    p, d = made = [scheduler(secrets=Secrets.load(SimpleNamespace(secret_file=str(file)))) for _ in range(2)]
-    meeting, _ = MEETINGS[name]
-
-    def failed():
-        return len([record for record in caplog.records if "stay as they were" in record.getMessage()])
-
-    try:
-        signed = p.context.secrets.sign(b"x")
-        with meeting(file):
-            clock.pass_by()
-            asked = take_request(p, d, "r")
-            assert [one.context.secrets.sign(b"x") for one in made] == [signed] * 2
-            # A listener's thread reads the file, and may come late.
-            until(lambda: failed() == 2)
-        end_request(p, d, asked)
-        assert failed() == 2
-    finally:
-        p.close()
-        d.close()

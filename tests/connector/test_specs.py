@@ -9,11 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-# With its parts, since torch warns while they are imported, and a warning is an error here.
-pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
-torch = pytest.importorskip("torch", reason="needs torch; make connector runs it")
-
+import torch
 import vllm
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.v1 import kv_cache_interface
