@@ -87,7 +87,7 @@ def observe_adapters(observe: Callable[[LoRARequest], object]) -> None:
     engine = next((owner for owner in owners if isinstance(owner, EngineCore)), None)
     if engine is None:
         return
-    load = engine.add_lora
+    load: Callable[[LoRARequest], bool] = engine.add_lora
 
     def add_lora(lora: LoRARequest) -> bool:
         is_loaded = load(lora)
