@@ -7,8 +7,9 @@ import socket
 import pytest
 
 from kvhma.vllm.holds.lease_table import LeaseTable
-from kvhma.vllm.holds.offers import TicketTable
 from kvhma.vllm.loads.lease_renewer import LeaseRenewer
+from kvhma.vllm.options.tickets.offers import TicketTable, answer_questions
+from kvhma.vllm.options.tickets.ticket import Ticket
 from kvhma.vllm.options.tickets.ticket_followers import MAX_FOLLOWED, TicketFollowers
 from kvhma.vllm.peers.peers import Peers
 from kvhma.vllm.peers.server import Listener, LocalEngine
@@ -24,7 +25,6 @@ from kvhma.vllm.wire.messages import (
 )
 from kvhma.vllm.wire.params import Address, Incarnation, LeaseClaim, LeaseKey
 from kvhma.vllm.wire.secrets import Secrets
-from kvhma.vllm.wire.tickets import Ticket
 from support.counted import Counted
 from support.engines.engine import free_port
 from support.listening import HELLO, NONCE, PRIVATE_KEY
@@ -57,7 +57,7 @@ class P:
             leases=self.leases,
             secrets=NO_SECRETS,
             counters=Counted(),
-            tickets=self.tickets,
+            handlers=answer_questions(self.tickets),
         )
         self.tickets.on_progress = self.listener.notify_progress
         self.close = self.listener.close

@@ -31,6 +31,7 @@ from kvhma.vllm.wire.messages import (
     MAX_IDENTITY_BYTES,
     MAX_QUESTION_BYTES,
     PROTOCOL,
+    QUESTIONS,
     AskEngineInfo,
     AskWorkerIdentity,
     Done,
@@ -247,7 +248,7 @@ def test_junk_is_answered_with_a_problem(address, junk):
         raw.sendall(framed(junk))
         assert problem(said(raw))
         raw.sendall(frame(AskEngineInfo(PROTOCOL)))  # the connection is as good as before
-        assert read_answer(said(raw)).engine_id == "p"
+        assert read_answer(said(raw), EngineInfo).engine_id == "p"
 
 
 def test_mutations_of_good_questions(address):
@@ -287,7 +288,7 @@ def test_any_bytes_are_a_question_or_refused(fuzzed, questions, chunk):
                 raw.sendall(data[start : start + chunk])
             found = msgspec.msgpack.decode(said(raw))
             try:
-                read_question(question)
+                read_question(question, QUESTIONS)
             except HandshakeError:
                 assert found["type"] == "problem"
     answers(fuzzed.at)
@@ -467,7 +468,7 @@ def test_a_network_that_drops_everything():
 )
 def test_answers_are_not_trusted_either(data):
     with pytest.raises(HandshakeError, match="not one of protocol"):
-        read_answer(data)
+        read_answer(data, Leases)
 
 
 @settings(deadline=None, max_examples=100)
@@ -588,7 +589,7 @@ def test_out_of_descriptors_the_listener_waits(turns, listener):
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         raw.sendall(frame(AskEngineInfo(PROTOCOL)))
-        assert read_answer(said(raw)).engine_id == "p"
+        assert read_answer(said(raw), EngineInfo).engine_id == "p"
 
 
 def test_the_log_has_few_lines_about_untrusted_messages(address, caplog, monkeypatch):

@@ -18,17 +18,18 @@ from typing import Any
 import pytest
 
 from kvhma.vllm.counters import Counters
-from kvhma.vllm.holds.offers import MAX_TICKETS, TicketTable
 from kvhma.vllm.options.tickets import ticket_followers
+from kvhma.vllm.options.tickets.messages import AskedTicket, Follow, Progress, Settled
+from kvhma.vllm.options.tickets.offers import MAX_TICKETS, TicketTable, answer_questions
+from kvhma.vllm.options.tickets.ticket import Ticket
 from kvhma.vllm.options.tickets.ticket_follower import TicketFollower
 from kvhma.vllm.options.tickets.ticket_followers import MAX_FOLLOWED, TicketFollowers
 from kvhma.vllm.peers import connections, peers
 from kvhma.vllm.peers.peers import MAX_AT_ADDRESS, Call, Peers
 from kvhma.vllm.peers.server import Listener, LocalEngine
-from kvhma.vllm.wire.messages import AskedTicket, Follow, Progress, Settled, frame
+from kvhma.vllm.wire.messages import frame
 from kvhma.vllm.wire.params import Address, Incarnation
 from kvhma.vllm.wire.secrets import Secrets
-from kvhma.vllm.wire.tickets import Ticket
 from support.engines.engine import free_port
 from support.listening import hostile
 from support.waiting import HANG_SECONDS, until
@@ -66,7 +67,7 @@ class P:
             leases=NoLeases(),  # type: ignore[arg-type]
             secrets=NO_SECRET,
             counters=self.counted,
-            tickets=self.tickets,
+            handlers=answer_questions(self.tickets),
         )
         if tickets is None:
             self.tickets.on_progress = self.listener.notify_progress
@@ -351,13 +352,13 @@ def test_an_answer_about_a_ticket_that_was_not_asked_about_changes_nothing(
     d: TicketFollowers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = [told(1, ticket=b"x" * 16)]
-    progress = Listener._progress
-
-    def wrong(self: Listener, question: Follow, waited: float) -> Any:
-        return answers.pop() if answers else progress(self, question, waited)
-
-    monkeypatch.setattr(Listener, "_progress", wrong)
     with closing(P()) as p:
+        progress = p.listener._handlers[Follow]
+
+        def wrong(question: Follow, waited: float) -> Any:
+            return answers.pop() if answers else progress(question, waited)
+
+        monkeypatch.setitem(p.listener._handlers, Follow, wrong)
         follower = follow(d, p.address)
         until(lambda: follower.failures == 1)
         assert follower.source is None

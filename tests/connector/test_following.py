@@ -12,11 +12,23 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 from kvhma._kvhma import text_to_ids
-from kvhma.vllm.holds.offers import OfferState
 from kvhma.vllm.metadata import WorkerReport
 from kvhma.vllm.options.tickets import following
+from kvhma.vllm.options.tickets.offers import OfferState
 from kvhma.vllm.options.tickets.ticket_follower import TicketQuestion
-from support.schedulers import BUSY, STEP, blocks, manager, output, request, scheduler, tables, tickets_of
+from support.schedulers import (
+    BUSY,
+    STEP,
+    blocks,
+    manager,
+    number_of,
+    output,
+    report_of,
+    request,
+    scheduler,
+    tables,
+    tickets_of,
+)
 from support.waiting import until
 
 TICKET = "0123456789abcdef" * 2
@@ -67,7 +79,7 @@ class Prefill:
                 req_ids=list(before), num_computed_tokens=[self.computed[name] for name in before]
             ),
         )
-        number = self.scheduler.on_step(found).step
+        number = number_of(self.scheduler.on_step(found))
         for name, count in before.items():
             self.computed[name] += count
         return number
@@ -78,9 +90,7 @@ class Prefill:
 
     def results(self, number):
         self.scheduler.on_worker_results(
-            SimpleNamespace(
-                finished_recving=set(), failed_recving=set(), kv_connector_worker_meta=WorkerReport(step=number)
-            )
+            SimpleNamespace(finished_recving=set(), failed_recving=set(), kv_connector_worker_meta=report_of(number))
         )
 
     def finish(self, asked, **more):
@@ -218,7 +228,7 @@ def test_without_a_ticket_the_parameters_are_what_they_were(p):
     p.scheduler.on_request_added(asked)
     p.manager.tables["plain"] = tables(p.scheduler)
     assert "epoch" not in p.finish(asked)["kvhma"]
-    assert p.scheduler.on_step(STEP).step is None
+    assert number_of(p.scheduler.on_step(STEP)) is None
 
 
 @pytest.mark.parametrize("when", ["while it reads", "after it has read", "after the last announcement"])
@@ -348,7 +358,7 @@ def test_d_that_gives_up_is_told_of_to_p(p, d):
     assert d.on_step(STEP).cancelled == ["r"]
     d.on_worker_results(output(["r"]))
     assert d.decode.pending == {}
-    until(lambda: p.scheduler.prefill.settling.is_cancelled("at p"))
+    until(lambda: tickets_of(p.scheduler).settling.tickets.offer(bytes.fromhex(TICKET)).state is OfferState.ENDED)
     assert p.finish(at_p) is None, "no engine reads it, so P holds nothing"
 
 
@@ -386,7 +396,7 @@ def test_a_followed_request_that_is_not_read_is_given_up(p, d, why, first):
     computes all of it in any case."""
     if why == "too short":
         d.context.engine = replace(d.context.engine, backoff=N, recompute=False)
-    table = p.scheduler.prefill.settling.tickets
+    table = tickets_of(p.scheduler).settling.tickets
     at_p = p.add() if first == "p" else None
     asked = request("r", 1 if why == "rejected" else N, params=p.params_of_d())
     asked.abort_immediately = why == "rejected"
@@ -444,14 +454,14 @@ def test_a_ticket_that_is_none(p, d, ticket):
 def test_a_ticket_is_of_one_request(p):
     p.add()
     p.add("again")
-    assert len(p.scheduler.prefill.settling.tickets) == 1
+    assert len(tickets_of(p.scheduler).settling.tickets) == 1
     assert json.dumps(p.finish(request("again", N, params={"do_remote_decode": True})))
 
 
 def test_names_of_blocks_are_those_that_were_not_told(p, d):
     p.add()
     followed(d, p)
-    table = p.scheduler.prefill.settling.tickets
+    table = tickets_of(p.scheduler).settling.tickets
     p.compute(at_p=64)
     piece_of(d)
     question = TicketQuestion([follower_of(d)]).message(5.0)

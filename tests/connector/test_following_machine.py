@@ -17,7 +17,7 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 
 from kvhma.vllm.metadata import WorkerReport
 from kvhma.vllm.options.tickets import following
-from support.schedulers import STEP, manager, output, request, scheduler
+from support.schedulers import STEP, manager, number_of, output, report_of, request, scheduler
 from support.tries import RUNS
 
 SIZE = 16
@@ -69,7 +69,7 @@ class Machine:
             self.computed = self.rng.choice([16, 32, 64])
             junk = self.rng.choice([N, N, 16 * self.rng.randrange(self.computed // 16)])
         names = {"at p": tokens} if tokens else {}
-        number = self.p.on_step(
+        step = self.p.on_step(
             SimpleNamespace(
                 num_scheduled_tokens=names,
                 total_num_scheduled_tokens=tokens,
@@ -80,7 +80,8 @@ class Machine:
                     req_ids=list(names), num_computed_tokens=[self.computed] * len(names)
                 ),
             )
-        ).step
+        )
+        number = number_of(step)
         if preempted:
             mine = {block for table in self.tables for block in table}
             if self.rng.random() < 0.5:
@@ -100,7 +101,7 @@ class Machine:
         if junk < end:  # vLLM retracts the tokens before it reports the step to the connector
             self.computed = min(self.computed, junk)
             self.flying = [(one, begin, stop, ids, junk) for one, begin, stop, ids, _ in self.flying]
-        found = WorkerReport(step=number)
+        found = report_of(number)
         self.p.on_worker_results(
             SimpleNamespace(finished_recving=set(), failed_recving=set(), kv_connector_worker_meta=found)
         )

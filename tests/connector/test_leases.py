@@ -22,6 +22,7 @@ from kvhma.vllm.peers.lease_question import LeaseQuestion
 from kvhma.vllm.peers.peers import Peers
 from kvhma.vllm.wire.messages import (
     MAX_CLAIMS,
+    QUESTIONS,
     AskWorkerIdentity,
     Finish,
     Leases,
@@ -439,7 +440,7 @@ def test_an_answer_is_of_the_engine_that_was_read(clients, table):
     def answer_for_p(raw):
         """Ask P about the attacker's own request with D's nonce, and return P's reply as the answer."""
         length = frame_length(raw.recv(4, socket.MSG_WAITALL))
-        question = read_question(raw.recv(length, socket.MSG_WAITALL))
+        question = read_question(raw.recv(length, socket.MSG_WAITALL), QUESTIONS)
         own = Renew([write_claim(claim(key))], question.reader_key, question.nonce)
         with clients.pool.take_client() as relay:
             states, proof = [LeaseState.HELD], relay.ask(own, Leases).proof

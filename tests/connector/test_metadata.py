@@ -69,7 +69,6 @@ def test_orders_of_a_step_come_as_they_were_given(again):
         {"r": "why"},
         ["g"],
         idle=True,
-        step=5,
         extras={"option": (EXTRA,)},
     )
     got = again(given)
@@ -87,7 +86,7 @@ def test_numbers_of_numpy_stay_numbers():
 
 def test_reports_come_as_they_were_given():
     failure = Failure("transfer", "text", transient=True, optional=True)
-    given = WorkerReport({"f": failure}, {"a": {0: 3}}, {"p": 1}, {"l": "lost"}, 7, {"s"})
+    given = WorkerReport({"f": failure}, {"a": {0: 3}}, {"p": 1}, {"l": "lost"}, {"s"})
     got = pickle.loads(pickle.dumps(given))
     assert got == given
     assert got.aggregate(WorkerReport(verified_by_board={"t"})).verified_by_board == {"s", "t"}
@@ -97,9 +96,9 @@ def test_reports_come_as_they_were_given():
 def test_reports_of_ranks_are_joined():
     """Ranks count, the later first token holds for all, and a permanent failure wins, whichever rank reports first."""
     transient, permanent = (Failure("transfer", "text", transient=value) for value in (True, False))
-    first = WorkerReport({"a": transient, "b": permanent}, {"f": {0: 3, 1: 1}}, {"p": 1}, {"l": "lost"}, 7)
+    first = WorkerReport({"a": transient, "b": permanent}, {"f": {0: 3, 1: 1}}, {"p": 1}, {"l": "lost"})
     second = WorkerReport({"a": permanent, "b": transient}, {"f": {0: 2, 1: 4}, "g": {0: 1}}, {"p": 2, "q": 1})
     expected = WorkerReport(
-        {"a": permanent, "b": permanent}, {"f": {0: 3, 1: 4}, "g": {0: 1}}, {"p": 3, "q": 1}, {"l": "lost"}, 7
+        {"a": permanent, "b": permanent}, {"f": {0: 3, 1: 4}, "g": {0: 1}}, {"p": 3, "q": 1}, {"l": "lost"}
     )
     assert first.aggregate(second) == second.aggregate(first) == expected

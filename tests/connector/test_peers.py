@@ -20,21 +20,19 @@ pytest.importorskip("cryptography")
 
 from kvhma.errors import HandshakeError, HandshakeTimeoutError
 from kvhma.vllm.config.settings import Settings
+from kvhma.vllm.options.tickets.messages import AskedTicket, Follow, Progress, Unfollow
+from kvhma.vllm.options.tickets.offers import answer_questions
 from kvhma.vllm.peers import names, peers
 from kvhma.vllm.peers.peers import Peers
 from kvhma.vllm.wire import secrets as wire_secrets
 from kvhma.vllm.wire.messages import (
     PROTOCOL,
-    AskedTicket,
     AskEngineInfo,
     AskWorkerIdentity,
     Done,
     EngineInfo,
-    Follow,
-    Progress,
     Renew,
     SignedWorkerIdentity,
-    Unfollow,
 )
 from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.secrets import Secrets
@@ -98,7 +96,7 @@ def test_an_answer_an_error_and_one_connection(secrets: Secrets) -> None:
         assert identity.data == HELLO
         with pytest.raises(HandshakeError, match="tensor 7"):
             asking.ask(p.at, AskWorkerIdentity(0, 7, NONCE), SignedWorkerIdentity).result(END)
-        with pytest.raises(HandshakeError, match="AskEngineInfo with EngineInfo"):
+        with pytest.raises(HandshakeError, match="expected Done: Invalid value 'engine info'"):
             asking.ask(p.at, INFO, Done).result(END)
         assert len(asking.pool(p.at)) == 1
 
@@ -360,23 +358,31 @@ def test_a_question_about_several_tickets_waits_for_the_first_that_progresses(as
     def question(seen: int, max_wait: float) -> Follow:
         return Follow([AskedTicket(ticket, seen, 0, 0) for ticket in (first, second, third, second)], max_wait)
 
-    with listening() as p:
-        p._tickets = tickets = Tickets()
+    tickets = Tickets()
+    with listening(handlers=answer_questions(tickets)) as p:
         assert asking.ask(p.at, question(0, 0.0), Progress).result(END) == Progress(0, ticket=first)
         tickets.asked.clear()
         call = asking.ask(p.at, question(0, 60.0), Progress)
         until(lambda: tickets.asked == [first, second, third, second])
         tickets.versions[third] = 7
         p.notify_progress(third)
-        assert call.result(END) == Progress(7, ticket=third)
+        assert call.result(30.0) == Progress(7, ticket=third), "before the question's time is over"
         tickets.versions[second] = 3
         assert asking.ask(p.at, question(0, 60.0), Progress).result(END) == Progress(3, ticket=second)
         assert asking.ask(p.at, Unfollow(first), Done).result(END) == Done()
 
 
+def test_a_question_of_an_option_that_p_does_not_have_is_refused(asking: Peers) -> None:
+    with (
+        listening() as p,
+        pytest.raises(HandshakeError, match="not a question of protocol 5: Invalid value 'unfollow'"),
+    ):
+        asking.ask(p.at, Unfollow(bytes(16)), Done).result(END)
+
+
 def test_a_question_about_too_many_tickets_is_refused(asking: Peers) -> None:
     tickets = [AskedTicket(bytes(16), 0, 0, 0)] * 17
-    with listening() as p, pytest.raises(HandshakeError, match="tickets"):
+    with listening(handlers=answer_questions(Tickets())) as p, pytest.raises(HandshakeError, match="tickets"):
         asking.ask(p.at, Follow(tickets, 0.0), Progress).result(END)
 
 

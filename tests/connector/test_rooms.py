@@ -22,9 +22,15 @@ from support.schedulers import STEP, blocks, request, scheduler
 
 PACKAGE = Path(kvhma.__file__).parent
 ROOT = Path(__file__).parents[2]
-CORE = ["tests/connector/test_metadata.py", "tests/connector/test_scheduler.py", "-k", "not sample and not secret"]
+CORE = [
+    *(f"tests/connector/test_{name}.py" for name in ("metadata", "scheduler", "engine_loop", "prompt_digests")),
+    *["-k", "not sample and not secret"],
+]
 """Tests that need no option, and their arguments."""
-MORE = [f"tests/connector/test_{name}.py" for name in ("scheduler", "lease_table", "leases", "worker")]
+MORE = [
+    *(f"tests/connector/test_{name}.py" for name in ("scheduler", "lease_table", "leases", "lease_protocol", "worker")),
+    "tests/attacks/test_side_channel.py",
+]
 
 
 def folders() -> list[str]:

@@ -12,33 +12,29 @@ import pytest
 from kvhma import Span
 from kvhma.errors import HandshakeError, RequestError
 from kvhma.vllm.config.identity import ModelIdentity, decode_extra, encode_extra
+from kvhma.vllm.options.tickets.messages import AskedTicket, Follow, Progress, Settled, read_params, write_params
 from kvhma.vllm.wire.built_layers import BuiltLayer, BuiltLayers
+from kvhma.vllm.wire.messages import QUESTIONS as KINDS
 from kvhma.vllm.wire.messages import (
-    AskedTicket,
     AskEngineInfo,
     AskWorkerIdentity,
     Done,
     EngineInfo,
     Finish,
-    Follow,
     Leases,
     LeaseState,
     Outcome,
     Problem,
-    Progress,
     Refused,
     Release,
     Renew,
-    Settled,
     SignedWorkerIdentity,
     frame,
     frame_length,
     read_answer,
     read_claim,
-    read_params,
     read_question,
     write_claim,
-    write_params,
 )
 from kvhma.vllm.wire.params import Address, LeaseClaim, LeaseKey, PrefillParams
 from kvhma.vllm.wire.proofs import ProofKey, is_proved, prove, sign_identity, verify_identity
@@ -105,13 +101,13 @@ PROBLEM = "82a474797065a770726f626c656da474657874a26e6f"
 @pytest.mark.parametrize(("question", "recorded"), QUESTIONS, ids=lambda value: str(value)[:40])
 def test_questions(question, recorded):
     assert msgspec.msgpack.encode(question).hex() == recorded
-    assert read_question(bytes.fromhex(recorded)) == question
+    assert read_question(bytes.fromhex(recorded), (*KINDS, Follow)) == question
 
 
 @pytest.mark.parametrize(("answer", "recorded"), ANSWERS, ids=lambda value: str(value)[:40])
 def test_answers(answer, recorded):
     assert msgspec.msgpack.encode(answer).hex() == recorded
-    assert read_answer(bytes.fromhex(recorded)) == answer
+    assert read_answer(bytes.fromhex(recorded), type(answer)) == answer
 
 
 PROGRESS = "83a474797065a870726f6772657373a776657273696f6e03a6706172616d73"
@@ -126,12 +122,12 @@ def test_progress_with_blocks():
         "a6626c6f636b7391930002a3332d34"
     )
     assert msgspec.msgpack.encode(progress).hex() == recorded
-    assert msgspec.msgpack.encode(read_answer(bytes.fromhex(recorded))).hex() == recorded
+    assert msgspec.msgpack.encode(read_answer(bytes.fromhex(recorded), Progress)).hex() == recorded
 
 
 def test_progress_with_the_parameters_of_a_request():
     assert msgspec.msgpack.encode(Progress(3, params=write_params(PARAMS))).hex() == PROGRESS + MAP
-    answer = read_answer(bytes.fromhex(PROGRESS + MAP))
+    answer = read_answer(bytes.fromhex(PROGRESS + MAP), Progress)
     assert isinstance(answer, Progress)
     assert read_params(answer.params) == PARAMS
 
@@ -150,7 +146,7 @@ HOSTILE = [
 @pytest.mark.parametrize("params", [b'{"remote_port": 5600}', [], None, 7, {7: 7}, "text", *HOSTILE], ids=str)
 def test_progress_with_other_parameters_is_an_answer_and_they_are_refused(params):
     """The error is of the request, so D does not ask again."""
-    answer = read_answer(msgspec.msgpack.encode(Progress(3, params=params)))
+    answer = read_answer(msgspec.msgpack.encode(Progress(3, params=params)), Progress)
     assert isinstance(answer, Progress)
     assert answer.params, "it is over"
     with pytest.raises(RequestError, match="P's parameters are not a map"):

@@ -21,11 +21,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvhma.vllm.holds import offers
 from kvhma.vllm.holds.lease_table import LeaseTable
+from kvhma.vllm.options.tickets import offers
+from kvhma.vllm.options.tickets.messages import MAX_PROGRESS_BYTES
 from kvhma.vllm.peers import connections as bounds
 from kvhma.vllm.peers import server
-from kvhma.vllm.wire.messages import MAX_PROGRESS_BYTES
 from kvhma.vllm.wire.params import Address, Incarnation
 from kvhma.vllm.wire.proofs import ProofKey
 from kvhma.vllm.wire.secrets import Secrets
@@ -227,7 +227,7 @@ def _main(port: int, secret: bool, identity: int, follows: int, **limits: int) -
         leases=LeaseTable(1e6),
         secrets=Secrets([SECRET] if secret else []),
         counters=counted,
-        tickets=tickets,
+        handlers=offers.answer_questions(tickets),
     )
     until(lambda: "_found" in globals())
     # So that the system takes little of a reply for a peer that takes nothing.

@@ -8,8 +8,9 @@ import resource
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -20,8 +21,10 @@ from kvhma.vllm.wire.messages import (
     AskEngineInfo,
     AskWorkerIdentity,
     EngineInfo,
+    Handler,
     LeaseState,
     Outcome,
+    Question,
     SignedWorkerIdentity,
 )
 from kvhma.vllm.wire.params import Address, LeaseClaim
@@ -56,7 +59,11 @@ class AnyLease:
 
 @contextlib.contextmanager
 def listening(
-    *, secrets: Secrets | None = None, leases: AnyLease | None = None, at: Address | None = None
+    *,
+    secrets: Secrets | None = None,
+    leases: AnyLease | None = None,
+    at: Address | None = None,
+    handlers: Mapping[type[Question], Handler] = MappingProxyType({}),
 ) -> Iterator[Listener]:
     """A listener at a free port of this machine, which must still answer at the end.
 
@@ -67,7 +74,12 @@ def listening(
     engine = LocalEngine("p", 258, {(0, 0): (HELLO, PRIVATE_KEY), (0, 1): (b"one", PRIVATE_KEY)})
     counted = Counted()
     listener = Listener(
-        address, engine, leases=AnyLease() if leases is None else leases, secrets=secrets, counters=counted
+        address,
+        engine,
+        leases=AnyLease() if leases is None else leases,
+        secrets=secrets,
+        counters=counted,
+        handlers=handlers,
     )
     listener.at, listener.counted = address, counted
     try:

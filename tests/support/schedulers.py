@@ -81,6 +81,16 @@ def tickets_of(made):
     return next(room for room in made.context.rooms if hasattr(room, "with_blocks"))
 
 
+def number_of(metadata):
+    """The number of a step; None before P computes for followers."""
+    return metadata.extras.get("tickets")
+
+
+def report_of(number):
+    """A report of the workers with the results of a step."""
+    return WorkerReport(extras={} if number is None else {"tickets": number})
+
+
 def manager(num_gpu_blocks=4000, **more):
     """A manager whose pool is vLLM's own. No request of the test owns any of its blocks."""
     pool = BlockPool(num_gpu_blocks, True, 16)

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvhma.vllm.holds import offers
-from kvhma.vllm.holds.offers import OfferState, TicketTable
-from kvhma.vllm.wire.messages import AskedTicket
+from kvhma.vllm.options.tickets import offers
+from kvhma.vllm.options.tickets.messages import AskedTicket
+from kvhma.vllm.options.tickets.offers import OfferState, TicketTable
 from kvhma.vllm.wire.params import Address, Incarnation, LeaseClaim, LeaseKey
 
 WALKS = 3000

@@ -11,10 +11,10 @@ import pytest
 
 from kvhma.errors import RequestError
 from kvhma.vllm.options.tickets import ticket_follower
+from kvhma.vllm.options.tickets.messages import Progress
+from kvhma.vllm.options.tickets.ticket import Ticket
 from kvhma.vllm.options.tickets.ticket_follower import TicketFollower
-from kvhma.vllm.wire.messages import Progress
 from kvhma.vllm.wire.params import Address
-from kvhma.vllm.wire.tickets import Ticket
 
 TOKENS = 1_000_000
 STALL, LONGEST = ticket_follower._STALL_SECONDS, ticket_follower._LONGEST_SECONDS

@@ -333,7 +333,6 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._connector_metadata
         metadata = metadata if isinstance(metadata, StepMetadata) else StepMetadata()
         received, report = self._worker.collect(idle=metadata.idle)
-        report.step = metadata.step
         self._report = None if report.is_empty else report
         failed = {request_id for request_id, failure in report.failures.items() if not failure.optional}
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)

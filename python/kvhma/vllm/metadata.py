@@ -72,7 +72,6 @@ class StepMetadata(KVConnectorMetadata):
         refusals: requests that cannot be read, with the reason; the workers report them as failed.
         cancelled: requests that ended before they were completely read. Workers read nothing of them any more.
         idle: whether this step computes nothing.
-        step: number of the step, which the workers return with its results; None if the scheduler does not need it.
         extras: what options add, by option.
     """
 
@@ -80,7 +79,6 @@ class StepMetadata(KVConnectorMetadata):
     refusals: dict[str, Failure] = field(default_factory=dict)
     cancelled: list[str] = field(default_factory=list)
     idle: bool = False
-    step: int | None = None
     extras: dict[str, Any] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -133,7 +131,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
             by index of the transferred group.
         pieces: number of ranks that have read their piece of a request.
         lost_pieces: requests of which a rank could not read its piece, with the reason.
-        step: number of the step whose results come with the report; None without a number.
         verified_by_board: loads that are done and whose blocks P's board has verified. P was not notified of them.
         extras: what options add, by option. A value has ``joined(more)``, which returns it with that of another rank.
     """
@@ -142,7 +139,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
     first_tokens: dict[str, dict[int, int]] = field(default_factory=dict)
     pieces: dict[str, int] = field(default_factory=dict)
     lost_pieces: dict[str, str] = field(default_factory=dict)
-    step: int | None = None
     verified_by_board: set[str] = field(default_factory=set)
     extras: dict[str, Any] = field(default_factory=dict)
 
@@ -154,7 +150,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     def is_empty(self) -> bool:
         """Whether there is nothing to report."""
         reported = self.failures or self.first_tokens or self.pieces or self.verified_by_board or self.extras
-        return not reported and self.step is None
+        return not reported
 
     def aggregate(self, report: KVConnectorWorkerMetadata) -> WorkerReport:
         """Join the reports of two workers. A permanent failure wins over a transient one, a later first token too."""
@@ -170,7 +166,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
             },
             pieces=merged(self.pieces, report.pieces, operator.add),
             lost_pieces=self.lost_pieces | report.lost_pieces,
-            step=report.step if self.step is None else self.step,  # all ranks report the same step
             verified_by_board=self.verified_by_board | report.verified_by_board,
             extras=merged(self.extras, report.extras, lambda known, more: known.joined(more)),
         )

@@ -99,8 +99,6 @@ class KvhmaScheduler:
 
     def reset_cache(self) -> None:
         """Free all that this engine holds for other engines: vLLM resets its caches, as for other weights."""
-        for room in self.context.rooms:
-            room.reset_cache()
         self.prefill.reset_cache()
 
     def on_request_added(self, request: Request) -> None:
@@ -171,14 +169,12 @@ class KvhmaScheduler:
             self.context.leases.wait_for_end(_END_SECONDS)
 
     def on_worker_results(self, output: KVConnectorOutput) -> None:
-        """Pass on which loads have ended, and whose step's results these are."""
+        """Pass on which loads have ended."""
         report = output.kv_connector_worker_meta
         if report is not None and isinstance(report, WorkerReport):  # the latter asks an abstract class
             self.decode.on_worker_report(report)
             for room in self.context.rooms:
                 room.on_results(report)
-            if report.step is not None:
-                self.prefill.settling.on_step_results(report.step)
         for name in (output.finished_recving or set()) - (output.failed_recving or set()):
             load = self.decode.pending.get(name)  # the call below removes it
             if load is not None and load.end is None and load.attempt is not None:

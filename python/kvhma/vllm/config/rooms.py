@@ -14,6 +14,9 @@ _OPTIONS = "kvhma.vllm.options"
 WITHOUT_SETTING = ("tickets", "spans")
 """Options that requests ask for: each engine has those whose folders are there. Spans are last, to mark all reads."""
 
+ASKED_BY_KEY = {"kvhma_ticket": "tickets"}
+"""The options that a request asks for by a key of its ``kv_transfer_params``."""
+
 
 def find_rooms(part: str, options: Sequence[str]) -> Iterator[Any]:
     """Yield the doors of the options that are installed, see :mod:`kvhma.vllm.options.doors`.

@@ -16,11 +16,11 @@ from kvhma.vllm.holds.held_blocks import free_blocks, hold_blocks
 from kvhma.vllm.holds.lease_boards import LeaseBoards
 from kvhma.vllm.holds.lease_table import EndedLease, LeaseEnd
 from kvhma.vllm.holds.scheduler_context import SchedulerContext
-from kvhma.vllm.holds.settling import SettlingRequests
 from kvhma.vllm.internals import shorten_prompt
 from kvhma.vllm.metadata import LocalWorkerIdentity, StepMetadata
 from kvhma.vllm.peers.server import Listener, LocalEngine
 from kvhma.vllm.wire import peer_log
+from kvhma.vllm.wire.messages import Handler, Question
 from kvhma.vllm.wire.params import Incarnation, LeaseClaim, LeaseKey, PrefillParams, random_id
 
 if TYPE_CHECKING:
@@ -45,16 +45,11 @@ _MAX_NAMES = 8
 
 
 class PrefillScheduler:
-    """Hands off requests: P holds their blocks, and the parameters of the decode request name them.
-
-    Attributes:
-        settling: requests that decode engines follow while P computes them.
-    """
+    """Hands off requests: P holds their blocks, and the parameters of the decode request name them."""
 
     def __init__(self, context: SchedulerContext) -> None:
         """Start; :meth:`serve` begins to answer other engines."""
         self._context = context
-        self.settling = SettlingRequests(context)
         self._incarnation_id = random_id()
         self._listener: Listener | None = None
         self._hellos: dict[tuple[int, int], tuple[bytes, bytes]] = {}
@@ -81,27 +76,35 @@ class PrefillScheduler:
             self.reset_cache()
         self._hellos = signed
         context.leases.show_on_boards(LeaseBoards(hello.board for hello in hellos.values() if hello.board is not None))
+        handlers: dict[type[Question], Handler] = {}
+        for room in context.rooms:
+            handlers |= room.answer_questions()
         self._listener = Listener(
             context.engine.bind or context.engine.address,
             LocalEngine(context.engine.engine_id, self._incarnation_id, signed, context.engine.address),
             leases=context.leases,
             secrets=context.secrets,
             counters=context.stats,
-            tickets=self.settling.tickets,
+            handlers=handlers,
         )
-        self.settling.tickets.on_progress = self._listener.notify_progress
+
+    def notify_progress(self, topic: bytes) -> None:
+        """Answer the questions of other engines that wait for a topic. Any thread may call this."""
+        if self._listener is not None:
+            self._listener.notify_progress(topic)
 
     def reset_cache(self) -> None:
         """Free all that other engines may read: the caches are reset, as after other weights were loaded.
 
-        All leases and tickets end. The engine gets a new incarnation, which other engines see in its replies and in the
+        All leases end. The engine gets a new incarnation, which other engines see in its replies and in the
         parameters of later requests.
         """
+        for room in self._context.rooms:
+            room.reset_cache()
         self._incarnation_id = random_id()
         if self._listener is not None:
             self._listener.begin_incarnation(self._incarnation_id)  # first: it is why P does not hold a request
         self._context.leases.end_all()
-        self.settling.end_all()
         self.free_ended_leases()
 
     def on_request_added(self, request: Request) -> None:
@@ -110,17 +113,22 @@ class PrefillScheduler:
         if self._left_to_d(request) and not (request.get_skip_reading_prefix_cache() or request.resumable):
             shorten_prompt(request, self._context.engine.loadable_tokens(request.num_prompt_tokens))
             self._shortened.add(request.request_id)
+        self._context.prompts.begin_digest(request, self.tokens_of_prompt(request))
+
+    @property
+    def source(self) -> Incarnation:
+        """This engine, as decode engines read from it."""
         engine = self._context.engine
-        source = Incarnation(
+        return Incarnation(
             engine.address, engine.engine_id, self._incarnation_id, engine.ranks_of_stage, engine.pp_size
         )
-        total = request.num_prompt_tokens - self._left_to_d(request)
-        if not self.settling.on_request_added(request, source, total):
-            self._context.prompts.begin_digest(request, total)
+
+    def tokens_of_prompt(self, request: Request) -> int:
+        """Return how many tokens of a prompt P will hand off."""
+        return int(request.num_prompt_tokens) - self._left_to_d(request)
 
     def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
-        """Free blocks whose lease has ended, and number the step."""
-        metadata.step = self.settling.on_step(output)
+        """Free blocks whose lease has ended."""
         self.free_ended_leases()
         if refused := self._context.leases.take_digests_refused():
             self._context.stats.count("digest_refused", refused)
@@ -169,16 +177,12 @@ class PrefillScheduler:
         Returns:
             ``kv_transfer_params`` for the decode request; None if P does not hold the blocks.
         """
-        held = self._hold_blocks(request, tables)
-        params, claim = (None, None) if held is None else held
-        self.settling.on_request_finished(request.request_id, params, claim)
+        params = self._hold_blocks(request, tables)
         self._context.prompts.cancel_digest(request.request_id)
         return params
 
-    def _hold_blocks(
-        self, request: Request, tables: Sequence[Sequence[int]]
-    ) -> tuple[dict[str, Any], LeaseClaim] | None:
-        """Hold the blocks of a request; return its parameters and a claim without a reader, for its ticket."""
+    def _hold_blocks(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+        """Hold the blocks of a request; return its parameters."""
         remote = self._describe_finished(request, tables)
         geometry, manager = self._context.geometry, self._context.manager
         self._shortened.discard(request.request_id)
@@ -190,22 +194,24 @@ class PrefillScheduler:
         self._context.leases.hold(
             remote.lease_key, digest, hold_blocks(manager.block_pool, tables, geometry.null_block)
         )
-        return params, LeaseClaim(remote.lease_key, 0, digest)
+        for room in self._context.rooms:
+            room.on_request_held(request.request_id, params, LeaseClaim(remote.lease_key, 0, digest))
+        return params
 
     def _describe_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> PrefillParams | None:
         """Return the parameters of a request that has ended; None if P cannot hand it off."""
         params, geometry = request.kv_transfer_params, self._context.geometry
         if not isinstance(params, dict) or params.get("do_remote_decode") is not True or geometry is None:
             return None
-        if request.status.name not in FINISHED_WELL or self.settling.is_cancelled(request.request_id):
+        if request.status.name not in FINISHED_WELL:
             return None
         tokens = self._tokens_to_hand_off(request)
         spans = None if tokens is None else self._spans_to_hand_off(request, tokens, tables, geometry)
         if tokens is None or spans is None:
             return None
-        remote = self.describe_request(request, tokens, spans)
+        remote: PrefillParams | None = self.describe_request(request, tokens, spans)
         for room in self._context.rooms:
-            remote = room.on_hand_off(request, remote)
+            remote = remote and room.on_hand_off(request, remote)
         return remote
 
     def describe_request(self, request: Request, tokens: int, spans: Sequence[Span]) -> PrefillParams:
@@ -218,16 +224,14 @@ class PrefillScheduler:
             lease_key=LeaseKey(request.request_id, random_id()),
             lease=self._context.settings.kv_lease_duration,
             num_tokens=tokens,
-            prompt=self.settling.prompt_digest(request, tokens),
+            prompt=self._context.prompts.take_digest(request, tokens),
             spans=tuple(spans),
             tp_size=engine.ranks_of_stage,
-            epoch=self.settling.epoch(request.request_id),
         )
 
     def discard_request(self, request_id: str) -> None:
         """Discard a request that ended before P could compute it."""
         self._shortened.discard(request_id)
-        self.settling.on_request_finished(request_id, None)
         self._context.prompts.cancel_digest(request_id)
 
     def _left_to_d(self, request: Request) -> int:

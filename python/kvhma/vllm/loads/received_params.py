@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvhma.errors import RequestError
+from kvhma.vllm.config.rooms import ASKED_BY_KEY
 from kvhma.vllm.holds.scheduler_context import SchedulerContext
 from kvhma.vllm.wire.params import Address, PrefillParams, leads_back
-from kvhma.vllm.wire.tickets import TICKET, Ticket, read_ticket
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -28,11 +28,14 @@ class ReceivedParams:
 
     def read(self, request: Request, params: Mapping[str, Any]) -> PrefillParams:
         """Return the parameters of a prompt that P has computed."""
-        _check_one_way(params)
-        if params.get(TICKET) is not None:
-            raise RequestError(f"kv_transfer_params: {TICKET} is set, but kvhma was installed without option 'tickets'")
+        check_one_way(params)
+        for key, option in ASKED_BY_KEY.items():
+            if params.get(key) is not None:
+                raise RequestError(
+                    f"kv_transfer_params: {key} is set, but kvhma was installed without option {option!r}"
+                )
         remote = self._signed(params, request.num_prompt_tokens)
-        self._check_source(remote.address, remote.engine_id)
+        self.check_source(remote.address, remote.engine_id)
         for room in self._context.rooms:
             room.on_params_read(request, remote)
         return self.as_used(remote)
@@ -40,25 +43,17 @@ class ReceivedParams:
     def read_of_rejected(self, params: Mapping[str, Any]) -> PrefillParams:
         """Return the parameters of a request that vLLM has rejected, whose prompt is not known."""
         remote = self._signed(params, None)
-        self._check_source(remote.address)
+        self.check_source(remote.address)
         return remote
 
-    def read_of_ticket(self, params: Mapping[str, Any], num_prompt_tokens: int) -> PrefillParams:
-        """Return the parameters that P has handed off to the follower of a ticket, as D uses them."""
+    def read_of_known(self, params: Mapping[str, Any], num_prompt_tokens: int) -> PrefillParams:
+        """Return the parameters that P itself has sent, after :meth:`check_source`."""
         return self.as_used(self._signed(params, num_prompt_tokens))
 
     def check_optional(self, remote: PrefillParams) -> PrefillParams:
         """Return parameters that an option has read, with a lease within bounds."""
-        self._check_source(remote.address, remote.engine_id)
+        self.check_source(remote.address, remote.engine_id)
         return _bounded(remote)
-
-    def read_ticket(self, params: Mapping[str, Any]) -> Ticket:
-        """Return the ticket of a prompt that P computes at the same time."""
-        _check_one_way(params)
-        if (ticket := read_ticket(params)) is None:
-            raise RequestError(f"kv_transfer_params: {TICKET} is missing")
-        self._check_source(ticket.address)
-        return ticket
 
     def as_used(self, remote: PrefillParams) -> PrefillParams:
         """Return parameters as D uses them: a lease within bounds, no items."""
@@ -68,8 +63,8 @@ class ReceivedParams:
     def _signed(self, params: Mapping[str, Any], num_prompt_tokens: int | None) -> PrefillParams:
         return PrefillParams.from_params(params, self._context.secrets, num_prompt_tokens=num_prompt_tokens)
 
-    def _check_source(self, address: Address, engine_id: str = "") -> None:
-        """Refuse an engine that D may not, or cannot, read from; a ticket has no engine_id."""
+    def check_source(self, address: Address, engine_id: str = "") -> None:
+        """Refuse an engine that D may not, or cannot, read from; its engine_id may be unknown yet."""
         engine = self._context.engine
         if engine_id not in ("", engine.engine_id) and engine.is_own(address):
             self._context.stats.count("refused_sources", label="itself")
@@ -81,7 +76,12 @@ class ReceivedParams:
             raise RequestError("this engine has registered no caches")
 
 
-def _check_one_way(params: Mapping[str, Any]) -> None:
+def check_one_way(params: Mapping[str, Any]) -> None:
+    """Refuse a request that is to be loaded and handed off.
+
+    Raises:
+        RequestError: both are set.
+    """
     if params.get("do_remote_decode"):
         raise RequestError("kv_transfer_params: do_remote_prefill and do_remote_decode are both set")
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from kvhma.vllm.config.settings import Settings
     from kvhma.vllm.device.memory import Memory
     from kvhma.vllm.metadata import ReadCommand, StepMetadata, WorkerReport
-    from kvhma.vllm.wire.params import LeaseKey, PrefillParams
+    from kvhma.vllm.wire.messages import Handler, Question
+    from kvhma.vllm.wire.params import LeaseClaim, LeaseKey, PrefillParams
 
 
 class SchedulerDoor:
@@ -114,9 +115,19 @@ class SchedulerDoor:
         """Return where other engines read the blocks `spans` of a finished request; None if they cannot."""
         return spans
 
-    def on_hand_off(self, request: Request, remote: PrefillParams) -> PrefillParams:
-        """Return the parameters of a request that P hands off, with what the option adds."""
+    def on_hand_off(self, request: Request, remote: PrefillParams) -> PrefillParams | None:
+        """Return the parameters of a request that P hands off, with what the option adds; None not to hand it off."""
         return remote
+
+    def on_request_held(self, request_id: str, params: Mapping[str, Any], claim: LeaseClaim) -> None:
+        """Note that P holds the blocks of an ended request; `params` are for D, and the claim names no reader."""
+
+    def answer_questions(self) -> Mapping[type[Question], Handler]:
+        """Return how the listener answers the option's own questions, by their kind.
+
+        The listener reads and bounds a question by its kind.
+        """
+        return {}
 
     def on_lease_ended(self, key: LeaseKey) -> None:
         """Note that this engine no longer holds the blocks of a request that it has handed off."""

@@ -13,26 +13,16 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from kvhma.errors import HandshakeError, HandshakeTimeoutError
 from kvhma.text import one_line
 from kvhma.vllm.peers.sockets import keep_alive
 from kvhma.vllm.wire.messages import (
     HEADER_BYTES,
-    MAX_ANSWER_BYTES,
-    MAX_IDENTITY_BYTES,
-    MAX_PROGRESS_BYTES,
     MAX_QUESTION_BYTES,
-    Answer,
-    AskWorkerIdentity,
-    Done,
-    EngineInfo,
-    Follow,
-    Leases,
-    Progress,
+    AnswerT,
     Question,
-    SignedWorkerIdentity,
     frame,
     frame_length,
     read_answer,
@@ -41,19 +31,10 @@ from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.secrets import Secrets
 
 _CHUNK = 256 << 10
-_FOLLOW_SECONDS = 2.0
-"""Least time for an answer to `Follow`, after the time that the question lets it wait: a listener may be a second late.
-"""
-
 _UNDER_WAY = (errno.EINPROGRESS, errno.EALREADY, errno.EWOULDBLOCK)
 _TLS_ALERT = re.compile(rb"\x15\x03[\x00-\x04]\x00\x02")
 """An alert of TLS: its type, a version, and two bytes of content. The first four bytes of a frame may be the same, but
 its fifth begins a map of MessagePack, which is 0x80 or more."""
-
-_MAX_BYTES: dict[type[Question], int] = {AskWorkerIdentity: MAX_IDENTITY_BYTES, Follow: MAX_PROGRESS_BYTES}
-"""The limits for answers that may be longer than the others."""
-
-AnswerT = TypeVar("AnswerT", EngineInfo, SignedWorkerIdentity, Leases, Progress, Done)
 
 
 class Client:
@@ -92,7 +73,6 @@ class Client:
         self._unsent = memoryview(b"")
         self._received = bytearray()
         self._limit = 0
-        self._asked = ""
         self._error: HandshakeError | None = None
         # Not bound to this client: a reference cycle would hold its bytes after its end.
         self._opening: Callable[[Client], None] | None = Client._connect
@@ -160,10 +140,10 @@ class Client:
             self._error = self._error or HandshakeTimeoutError(f"{self._address} was asked and has not answered yet")
         if self._error is not None:
             raise self._error.with_traceback(None)
-        self.waiting, self._asked = True, type(question).__name__
+        self.waiting = True
         self._unsent = memoryview(data)
-        self._limit = _MAX_BYTES.get(type(question), MAX_ANSWER_BYTES)
-        self._answer_seconds = answer_seconds(question, self._timeout)
+        self._limit = question.max_answer_bytes
+        self._answer_seconds = question.answer_seconds(self._timeout)
         self._last_deadline = deadline
         self.deadline = min(self.deadline, deadline)
         if self._opening is None:
@@ -194,17 +174,11 @@ class Client:
         """Wait for an answer of a kind. Errors as for :meth:`ask`."""
         while not self.poll():
             _ready(self._socket, self.events, self.deadline - time.monotonic())
-        answer = self._take_answer()
-        if not isinstance(answer, kind):
-            raise HandshakeError(f"{self._address} answers {self._asked} with {type(answer).__name__}")
-        return answer
-
-    def _take_answer(self) -> Answer:
         if self._error is not None:
             raise self._error.with_traceback(None)
         data, self._received = self._received, bytearray()
         self.waiting = False
-        return read_answer(memoryview(data)[HEADER_BYTES:])
+        return read_answer(memoryview(data)[HEADER_BYTES:], kind)
 
     def _complete(self) -> bool:
         received = self._received
@@ -388,13 +362,6 @@ class ClientPool:
             idle, self._idle = self._idle, []
         for client in idle:
             client.close()
-
-
-def answer_seconds(question: Question, seconds: float) -> float:
-    """Return how long an answer may take, if one that the listener knows at once may take some `seconds`."""
-    if isinstance(question, Follow):
-        return max(seconds, _FOLLOW_SECONDS) + question.max_wait_seconds
-    return seconds
 
 
 def _ready(of: socket.socket, events: int, seconds: float) -> bool:

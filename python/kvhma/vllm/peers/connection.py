@@ -17,7 +17,6 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from kvhma.errors import ConnectionEnded
 from kvhma.vllm.peers.sockets import keep_alive
@@ -26,6 +25,7 @@ from kvhma.vllm.wire.messages import (
     MAX_QUESTION_BYTES,
     PROTOCOL,
     Answer,
+    Later,
     Problem,
     frame,
     frame_length,
@@ -50,20 +50,6 @@ _OPENING_BYTES = 6
 
 _ONLY_HERE = "this engine has a secret, and the question came without it: set secret_file or KVHMA_SECRET there too"
 _ONLY_THERE = "this engine has no secret: set secret_file or KVHMA_SECRET here too"
-
-
-class Later(NamedTuple):
-    """There is no answer yet.
-
-    Attributes:
-        tickets: the tickets whose progress the answer waits for.
-        seconds: after this time the answer is asked for again.
-        ask_again: takes how many seconds ago the question came; must not raise.
-    """
-
-    tickets: tuple[bytes, ...]
-    seconds: float
-    ask_again: Callable[[float], Answer | Later]
 
 
 Answering = Callable[[memoryview], "Answer | Later"]
@@ -115,14 +101,14 @@ class Connection:
     def unfinished_bytes(self) -> int:
         """Bytes of memory for an incomplete question, or for an answer until the peer has taken all of it.
 
-        Of a question that waits, only its tickets are stored.
+        Of a question that waits, only its topics are stored.
         """
         return self._received.__alloc__() + len(self._frame)
 
     @property
     def waits_for(self) -> tuple[bytes, ...]:
-        """The tickets whose progress its question waits for; none while no question waits."""
-        return () if self._later is None else self._later.tickets
+        """The topics that its question waits for; none while no question waits."""
+        return () if self._later is None else self._later.topics
 
     @property
     def waits_for_peer(self) -> bool:

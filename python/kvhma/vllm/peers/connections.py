@@ -68,7 +68,7 @@ class Connections:
         self._open: OrderedDict[Connection, None] = OrderedDict()
         """The other connections, the longest without an answer first."""
         self._waiting: dict[bytes, dict[Connection, None]] = {}
-        """Connections whose question waits for progress of a ticket, by ticket."""
+        """Connections whose question waits for progress, by topic."""
         self._waits_for: dict[Connection, tuple[bytes, ...]] = {}
         self._unfinished: dict[Connection, int] = {}
         """Bytes of its incomplete question or answer, by connection."""
@@ -83,7 +83,7 @@ class Connections:
         self._accept_again()
 
     def register(self, waker: Waker, progressed: deque[bytes]) -> None:
-        """Let a waker wake :meth:`serve`, which then answers questions about the tickets in `progressed`."""
+        """Let a waker wake :meth:`serve`, which then answers questions that wait for the topics in `progressed`."""
         self._waker, self._progressed = waker, progressed
         self._selector.register(waker, selectors.EVENT_READ)
 
@@ -137,15 +137,15 @@ class Connections:
         self._accept_at = max(self._accept_at, time.monotonic() + seconds)
 
     def _answer_waiting(self) -> None:
-        """Answer questions about tickets with progress."""
+        """Answer questions whose topics have progressed."""
         assert self._waker is not None  # noqa: S101
         self._waker.drain()
-        tickets = set()
+        topics = set()
         with contextlib.suppress(IndexError):
             while True:
-                tickets.add(self._progressed.popleft())
-        for ticket in tickets:
-            for connection in list(self._waiting.get(ticket, ())):
+                topics.add(self._progressed.popleft())
+        for topic in topics:
+            for connection in list(self._waiting.get(topic, ())):
                 if connection in self._waits_for:
                     self._advance(connection, connection.answer_waiting)
 
@@ -186,19 +186,19 @@ class Connections:
         if nbytes:
             self._unfinished[connection] = nbytes
 
-    def _note_waiting(self, connection: Connection, tickets: tuple[bytes, ...]) -> None:
-        """Note the tickets whose progress a connection waits for; none if it does not wait."""
+    def _note_waiting(self, connection: Connection, topics: tuple[bytes, ...]) -> None:
+        """Note the topics that a connection waits for; none if it does not wait."""
         before = self._waits_for.pop(connection, ())
-        if tickets:
-            self._waits_for[connection] = tickets
-        if tickets == before:
+        if topics:
+            self._waits_for[connection] = topics
+        if topics == before:
             return
-        for ticket in before:
-            del self._waiting[ticket][connection]
-            if not self._waiting[ticket]:
-                del self._waiting[ticket]
-        for ticket in tickets:
-            self._waiting.setdefault(ticket, {})[connection] = None
+        for topic in before:
+            del self._waiting[topic][connection]
+            if not self._waiting[topic]:
+                del self._waiting[topic]
+        for topic in topics:
+            self._waiting.setdefault(topic, {})[connection] = None
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS):

@@ -22,11 +22,11 @@ from typing import Any
 from kvhma.errors import HandshakeError, HandshakeTimeoutError
 from kvhma.vllm.config.allow_list import AllowedSources
 from kvhma.vllm.counters import Counters
-from kvhma.vllm.peers.client import AnswerT, Client, ClientPool
+from kvhma.vllm.peers.client import Client, ClientPool
 from kvhma.vllm.peers.names import look_up
 from kvhma.vllm.peers.sockets import Waker
 from kvhma.vllm.threads import SupervisedThread
-from kvhma.vllm.wire.messages import Follow, Question
+from kvhma.vllm.wire.messages import AnswerT, Question
 from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.peer_log import logger
 from kvhma.vllm.wire.secrets import Secrets
@@ -76,7 +76,7 @@ class Call(Future[AnswerT]):
         self.question = question
         self.kind: type[AnswerT] = kind
         self.on_received = on_received
-        self.is_long = isinstance(question, Follow)
+        self.is_long = question.is_long
         self.begun = self.deadline = math.inf
         """When the thread began to ask, and until when it waits for what comes next."""
         self.last_deadline = math.inf

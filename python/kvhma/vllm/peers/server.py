@@ -12,37 +12,36 @@ import socket
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
 
 from kvhma.errors import HandshakeError
 from kvhma.vllm.counters import Counters
-from kvhma.vllm.peers.connection import Later
 from kvhma.vllm.peers.connections import Connections
 from kvhma.vllm.peers.sockets import Waker
 from kvhma.vllm.threads import SupervisedThread
 from kvhma.vllm.wire.messages import (
     PROTOCOL,
+    QUESTIONS,
     Answer,
-    AskedTicket,
     AskEngineInfo,
     AskWorkerIdentity,
     Done,
     EngineInfo,
     Finish,
-    Follow,
+    Handler,
+    Later,
     Leases,
     LeaseState,
     Outcome,
     Problem,
-    Progress,
     Question,
     Refused,
     Release,
     Renew,
     SignedWorkerIdentity,
-    Unfollow,
     read_claim,
     read_question,
 )
@@ -68,16 +67,6 @@ class LeaseService(Protocol):
 
     def contents(self, claims: list[LeaseClaim]) -> list[bytes | None]:
         """Return the content digest of the blocks of each claim; None where it is not computed yet."""
-
-
-class TicketService(Protocol):
-    """What a listener asks about tickets, from its own thread."""
-
-    def progress(self, question: AskedTicket) -> Progress | None:
-        """Return how far a request is; None if it has not progressed since the last answer."""
-
-    def cancel_ticket(self, ticket: bytes) -> None:
-        """Note that a ticket follower does not need a request any more."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +107,7 @@ class Listener:
         leases: LeaseService,
         secrets: Secrets,
         counters: Counters,
-        tickets: TicketService | None = None,
+        handlers: Mapping[type[Question], Handler] = MappingProxyType({}),
     ) -> None:
         """Bind and start to answer.
 
@@ -128,20 +117,21 @@ class Listener:
             leases: of the requests that P holds for other engines.
             secrets: of this engine. With a secret it answers only peers that have it too.
             counters: of this process.
-            tickets: of the requests that other engines follow; None if they cannot.
+            handlers: of options, by the kind of their questions.
 
         Raises:
             HandshakeError: it cannot bind to the address; the text names the address and the setting.
         """
         self._engine = engine
         self._leases = leases
-        self._tickets = tickets
+        self._handlers = handlers
+        self._kinds: tuple[type[Question], ...] = (*QUESTIONS, *handlers)
         self._secrets = secrets
         self._counters = counters
         self._proof_key = ProofKey()
         self._socket = _bind(address)
         self._progressed: deque[bytes] = deque()
-        """Tickets whose request has progressed."""
+        """Topics that questions wait for."""
         self._waker = Waker()
         self._stopping = False
         self._thread = SupervisedThread("kvhma-listener", self._serve, counters)
@@ -158,9 +148,9 @@ class Listener:
         """Answer for a new incarnation of the engine. Any thread may call this."""
         self._engine = dataclasses.replace(self._engine, incarnation_id=incarnation_id)
 
-    def notify_progress(self, ticket: bytes) -> None:
-        """Answer the questions that wait for progress of a ticket. Any thread may call this."""
-        self._progressed.append(ticket)
+    def notify_progress(self, topic: bytes) -> None:
+        """Answer the questions that wait for a topic. Any thread may call this."""
+        self._progressed.append(topic)
         self._waker.wake()
 
     def _serve(self) -> None:
@@ -171,31 +161,20 @@ class Listener:
                 connections.serve()
 
     def _answer_bytes(self, data: memoryview) -> Answer | Later:
-        return self._answer_or_problem(lambda: self._answer(read_question(data)))
+        return self._answer_or_problem(lambda: self._answer(read_question(data, self._kinds)))
 
     def _answer_or_problem(self, answer: Callable[[], Answer | Later]) -> Answer | Later:
         try:
-            return answer()
+            found = answer()
         except HandshakeError as error:
             return Problem(str(error))
         except BaseException:  # a panic in Rust is no Exception
             self._counters.count("side_channel_refused", label="error")
             logger.exception("kvhma: cannot answer on the side channel")
             return Problem("an error on this side, see its log")
-
-    def _progress(self, question: Follow, waited: float) -> Progress | Later:
-        """Return the progress of the first ticket that has any, or how much longer the question may wait for it."""
-        for asked in question.tickets:
-            found = None if self._tickets is None else self._tickets.progress(asked)
-            if found is not None:
-                return msgspec.structs.replace(found, ticket=asked.ticket)
-        if waited < question.max_wait_seconds:
-            return Later(
-                tuple({asked.ticket: None for asked in question.tickets}),
-                question.max_wait_seconds - waited,
-                lambda waited: self._answer_or_problem(lambda: self._progress(question, waited)),
-            )
-        return Progress(question.tickets[0].seen, ticket=question.tickets[0].ticket)
+        if not isinstance(found, Later):
+            return found
+        return found._replace(ask_again=lambda waited: self._answer_or_problem(lambda: found.ask_again(waited)))
 
     def _answer(self, question: Question) -> Answer | Later:
         engine = self._engine
@@ -225,17 +204,13 @@ class Listener:
             case Release():
                 self._leases.release([read_claim(claim) for claim in question.claims], question.outcome)
                 return Done()
-            case Follow():
-                return self._progress(question, 0.0)
-            case Unfollow():
-                if self._tickets is not None:
-                    self._tickets.cancel_ticket(question.ticket)
-                return Done()
             case Refused():
                 logger.warning(
                     "kvhma: engine %s cannot read the caches of this engine: %s", question.engine_id, question.text
                 )
                 return Done()
+            case _:
+                return self._handlers[type(question)](question, 0.0)
 
     def _state(self, question: Renew | Finish, states: list[LeaseState]) -> Leases:
         contents = None

@@ -72,6 +72,13 @@ class PromptDigests:
             return begun.digest.result()
         return self.make_digest(request, num_tokens)
 
+    def peek_digest(self, request: Request, num_tokens: int) -> str:
+        """Return what :meth:`take_digest` does, and keep it for the next call."""
+        digest: Future[str] = Future()
+        digest.set_result(self.take_digest(request, num_tokens))
+        self._begun[request.request_id] = _Begun(num_tokens, digest)
+        return digest.result()
+
     def cancel_digest(self, request_id: str) -> None:
         """Cancel the digest of a request, if the thread has not started it, and drop it."""
         begun = self._begun.pop(request_id, None)

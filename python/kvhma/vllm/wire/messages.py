@@ -11,13 +11,14 @@ The reader checks the length before it stores any byte after it. Tags and field 
 from __future__ import annotations
 
 import enum
+import functools
 import struct
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, Union
 
 import msgspec
 
-from kvhma.errors import HandshakeError, RequestError
+from kvhma.errors import HandshakeError
 from kvhma.nixl import MAX_HANDSHAKE_BYTES
 from kvhma.text import one_line
 from kvhma.vllm.wire.params import LeaseClaim, LeaseKey
@@ -40,23 +41,6 @@ MAX_CONTENTS_BYTES = 512 << 10
 MAX_TEXT = 4096
 """Most characters of a text."""
 
-MAX_PROGRESS_BYTES = 32 << 20
-"""Of an answer with the parameters of a request: a million tokens in scattered blocks of one token."""
-
-MAX_IDS_TEXT = 16 << 20
-"""Most characters of block ids of a group."""
-
-MAX_KEYS = 64
-MAX_ROWS = 4096
-MAX_COLUMNS = 8
-"""Most keys of a map in parameters, rows of a list in it, and values of a row."""
-
-MAX_TICKETS_ASKED = 16
-"""Most tickets of one question."""
-
-MAX_WAIT_SECONDS = 60.0
-"""Longest time that a question may wait for its answer."""
-
 NONCE_BYTES = 16
 """Of the random number of a question. Signatures and proofs cover it, so an answer cannot be replayed."""
 
@@ -70,28 +54,50 @@ Content = Annotated[bytes, msgspec.Meta(max_length=MAX_CONTENT_BYTES)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 Port = Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
-Ticket = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
-Version = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-Tokens = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 WireClaim = tuple[Name, RandomId, RandomId, Digest]
 """A claim as a message carries it: request, generation, reader, digest of the parameters."""
 
 
-class AskEngineInfo(msgspec.Struct, tag="engine info", frozen=True):
+class Question(msgspec.Struct, frozen=True):
+    """A question, and what its answer may cost the engine that asks.
+
+    Attributes:
+        max_answer_bytes: most bytes of the answer.
+        is_long: whether the listener decides when it answers.
+    """
+
+    max_answer_bytes: ClassVar[int] = MAX_ANSWER_BYTES
+    is_long: ClassVar[bool] = False
+
+    def answer_seconds(self, seconds: float) -> float:
+        """Return how long the answer may take, if one that the listener knows at once may take some `seconds`."""
+        return seconds
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """An answer."""
+
+
+AnswerT = TypeVar("AnswerT", bound=Answer)
+
+
+class AskEngineInfo(Question, tag="engine info", frozen=True):
     """Which engine is this?"""
 
     protocol: int
 
 
-class AskWorkerIdentity(msgspec.Struct, tag="worker identity", frozen=True):
+class AskWorkerIdentity(Question, tag="worker identity", frozen=True):
     """What is the identity of this worker, see :mod:`kvhma.nixl.handshake`? The answer is signed for this nonce."""
+
+    max_answer_bytes: ClassVar[int] = MAX_IDENTITY_BYTES
 
     pp_rank: Rank
     tp_rank: Rank
     nonce: Nonce
 
 
-class Renew(msgspec.Struct, tag="renew", frozen=True, omit_defaults=True):
+class Renew(Question, tag="renew", frozen=True, omit_defaults=True):
     """We read, or are about to read, the blocks of these requests; do you hold them for us?
 
     With `reader_key` the answer has a proof for this nonce, see :mod:`kvhma.vllm.wire.proofs`.
@@ -117,14 +123,14 @@ class Outcome(enum.Enum):
     """It could not read the blocks. A proxy may give the same parameters to another engine."""
 
 
-class Release(msgspec.Struct, tag="release", frozen=True):
+class Release(Question, tag="release", frozen=True):
     """We do not need the blocks of these requests any more; `outcome` is the reason."""
 
     claims: Annotated[list[WireClaim], msgspec.Meta(max_length=MAX_CLAIMS)]
     outcome: Outcome
 
 
-class Finish(msgspec.Struct, tag="finish", frozen=True, omit_defaults=True):
+class Finish(Question, tag="finish", frozen=True, omit_defaults=True):
     """We have read the blocks of these requests; did you hold them for us? If so, we do not need them any more.
 
     `Renew` and `Release` in one, for an engine with one reader. It has an outcome for each claim. It does not release
@@ -137,48 +143,14 @@ class Finish(msgspec.Struct, tag="finish", frozen=True, omit_defaults=True):
     nonce: Nonce = bytes(NONCE_BYTES)
 
 
-class AskedTicket(msgspec.Struct, frozen=True, array_like=True):
-    """A ticket that a question asks about, and what the asking engine knows of it.
-
-    Attributes:
-        ticket: a proxy has drawn it for both engines.
-        seen: version of the last answer; 0 before the first.
-        epoch: of the last answer that named blocks.
-        tokens: number of tokens whose blocks the answers of this epoch have named.
-    """
-
-    ticket: Ticket
-    seen: Version
-    epoch: Version
-    tokens: Tokens
-
-
-class Follow(msgspec.Struct, tag="follow", frozen=True):
-    """How far are the requests of these tickets? The answer is about one that has a newer version than was `seen`.
-
-    Attributes:
-        tickets: one, or several that share a connection.
-        max_wait_seconds: after this time the answer comes in any case.
-    """
-
-    tickets: Annotated[list[AskedTicket], msgspec.Meta(min_length=1, max_length=MAX_TICKETS_ASKED)]
-    max_wait_seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_SECONDS)]
-
-
-class Unfollow(msgspec.Struct, tag="unfollow", frozen=True):
-    """We do not need the request of this ticket any more."""
-
-    ticket: Ticket
-
-
-class Refused(msgspec.Struct, tag="refused", frozen=True):
+class Refused(Question, tag="refused", frozen=True):
     """We cannot read your caches; `text` is the reason. Both engines log it."""
 
     engine_id: Name
     text: Text
 
 
-class EngineInfo(msgspec.Struct, tag="engine info", frozen=True, omit_defaults=True):
+class EngineInfo(Answer, tag="engine info", frozen=True, omit_defaults=True):
     """Which engine listens here, the pipeline and tensor ranks of its workers, and the address it advertises."""
 
     protocol: int
@@ -189,7 +161,7 @@ class EngineInfo(msgspec.Struct, tag="engine info", frozen=True, omit_defaults=T
     """Host and port; None if it advertises none."""
 
 
-class SignedWorkerIdentity(msgspec.Struct, tag="worker identity", frozen=True):
+class SignedWorkerIdentity(Answer, tag="worker identity", frozen=True):
     """A worker's message of :mod:`kvhma.nixl.handshake`, and its engine's key for proofs.
 
     The signature covers both. Its key is the one that the worker's name is derived from.
@@ -216,7 +188,7 @@ class LeaseState(enum.Enum):
     """P holds them, but they already have the maximum number of readers."""
 
 
-class Leases(msgspec.Struct, tag="leases", frozen=True, omit_defaults=True):
+class Leases(Answer, tag="leases", frozen=True, omit_defaults=True):
     """The state of each claim, in the order of the question; with a proof if the question has a key."""
 
     states: Annotated[list[LeaseState], msgspec.Meta(max_length=MAX_CLAIMS)]
@@ -227,85 +199,38 @@ class Leases(msgspec.Struct, tag="leases", frozen=True, omit_defaults=True):
     """Of P, if it does not hold all claims: they may be of an earlier incarnation."""
 
 
-class Settled(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks whose tokens are computed.
-
-    Attributes:
-        group: index of P's group.
-        first: position of the first block in the request.
-        ids: ranges of text, see ``ids_to_text`` of the compiled module.
-    """
-
-    group: Annotated[int, msgspec.Meta(ge=0, lt=256)]
-    first: Tokens
-    ids: Annotated[str, msgspec.Meta(max_length=MAX_IDS_TEXT)]
-
-
-NO_PARAMS = msgspec.Raw()
-"""Of a request that P has not handed off."""
-
-
-class Progress(msgspec.Struct, tag="progress", frozen=True, omit_defaults=True):
-    """How far the request of a ticket is. Of an unknown ticket only the version is set.
-
-    Attributes:
-        version: grows with each change; 0 while the ticket is not known.
-        engine_id: the engine that computes it.
-        incarnation_id: of that engine.
-        ranks: tensor-parallel ranks and pipeline stages of that engine.
-        groups: its number of KV cache groups.
-        total: tokens of the whole hand-off.
-        prompt: digest of these tokens, see :func:`kvhma.vllm.prompts.prompt.prompt_digest`.
-        epoch: of the settled tokens. After a new epoch, blocks that were read earlier may have been overwritten.
-        tokens: number of settled tokens.
-        blocks: of settled tokens, as far as answers of this epoch have not named them.
-        params: the ``kv_transfer_params`` that P has handed out for D, a map; empty until then. It is read apart, by
-            :func:`read_params`, so that other parameters end one request and no connection, if nested a little.
-        ended: why there will be no hand-off; empty while it is possible.
-        ticket: which request. If none has a newer version, it is the first of the question, with the version that the
-            question has seen.
-    """
-
-    version: Version
-    engine_id: Annotated[str, msgspec.Meta(max_length=512)] = ""
-    incarnation_id: RandomId = bytes(8)
-    ranks: tuple[Rank, Rank] = (1, 1)
-    groups: Annotated[int, msgspec.Meta(ge=0, le=256)] = 0
-    total: Tokens = 0
-    prompt: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    epoch: Version = 0
-    tokens: Tokens = 0
-    blocks: Annotated[list[Settled], msgspec.Meta(max_length=256)] = []
-    params: msgspec.Raw = NO_PARAMS
-    ended: Text = ""
-    ticket: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
-
-
-class Done(msgspec.Struct, tag="done", frozen=True):
+class Done(Answer, tag="done", frozen=True):
     """Understood."""
 
 
-class Problem(msgspec.Struct, tag="problem", frozen=True):
+class Problem(Answer, tag="problem", frozen=True):
     """The listener does not understand the question, or cannot answer it."""
 
     text: Text
 
 
-Question = AskEngineInfo | AskWorkerIdentity | Renew | Finish | Release | Follow | Unfollow | Refused
-Answer = EngineInfo | SignedWorkerIdentity | Leases | Progress | Done | Problem
+class Later(NamedTuple):
+    """There is no answer yet.
+
+    Attributes:
+        topics: what the answer waits for: it is asked for again when one of them has progressed.
+        seconds: after this time it is asked for again in any case.
+        ask_again: takes how many seconds ago the question came.
+    """
+
+    topics: tuple[bytes, ...]
+    seconds: float
+    ask_again: Callable[[float], Answer | Later]
+
+
+Handler = Callable[[Any, float], "Answer | Later"]
+"""Answers questions of a kind: takes a question, and how many seconds ago it came; for the listener's thread."""
+
+QUESTIONS = (AskEngineInfo, AskWorkerIdentity, Renew, Finish, Release, Refused)
+"""The questions that every listener answers. An option may have more."""
 
 _HEADER = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size
-
-_questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
-_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
-Scalar = str | int | float | bool | None
-Rows = Annotated[list[Annotated[list[Scalar], msgspec.Meta(max_length=MAX_COLUMNS)]], msgspec.Meta(max_length=MAX_ROWS)]
-Own = Annotated[dict[str, Scalar | Rows], msgspec.Meta(max_length=MAX_KEYS)]
-Params = Annotated[dict[str, Scalar | Rows | Own], msgspec.Meta(max_length=MAX_KEYS)]
-"""``kv_transfer_params`` as followers get them. All keys are texts: hashes of other keys could be made to collide."""
-
-_params: msgspec.msgpack.Decoder[dict[str, Any]] = msgspec.msgpack.Decoder(Params)
 
 
 def frame(message: Question | Answer) -> bytes:
@@ -320,48 +245,39 @@ def frame_length(received: bytes | bytearray) -> int:
     return length
 
 
-def read_question(data: bytes | memoryview) -> Question:
-    """Read a question.
+@functools.cache
+def _decoder(kinds: tuple[type[Question | Answer], ...]) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(Union[kinds])  # noqa: UP007 - known only now
+
+
+def read_question(data: bytes | memoryview, kinds: tuple[type[Question], ...]) -> Question:
+    """Read a question of one of some kinds.
 
     Raises:
-        HandshakeError: it is not a question. The text is bounded, so it can be sent back.
+        HandshakeError: it is not. The text is bounded, so it can be sent back.
     """
     try:
-        return _questions.decode(data)
+        question: Question = _decoder(kinds).decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise HandshakeError(f"not a question of protocol {PROTOCOL}: {error}"[:500]) from error
+    return question
 
 
-def read_answer(data: bytes | memoryview) -> Answer:
-    """Read an answer.
+def read_answer(data: bytes | memoryview, kind: type[AnswerT]) -> AnswerT:
+    """Read an answer of a kind.
 
     Raises:
-        HandshakeError: it is not an answer, or it is a `Problem`, whose text the error repeats.
+        HandshakeError: it is not, or it is a `Problem`, whose text the error repeats.
     """
     try:
-        answer = _answers.decode(data)
+        answer: AnswerT | Problem = _decoder((kind, Problem)).decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise HandshakeError(f"the answer is not one of protocol {PROTOCOL}: {error}"[:500]) from error
+        raise HandshakeError(
+            f"the answer is not one of protocol {PROTOCOL}, expected {kind.__name__}: {error}"[:500]
+        ) from error
     if isinstance(answer, Problem):
         raise HandshakeError(f"the peer says: {one_line(answer.text)}")
     return answer
-
-
-def write_params(params: Mapping[str, Any]) -> msgspec.Raw:
-    """Return ``kv_transfer_params`` as messages carry them."""
-    return msgspec.Raw(msgspec.msgpack.encode(params))
-
-
-def read_params(data: msgspec.Raw) -> dict[str, Any]:
-    """Return the ``kv_transfer_params`` of a message. The receiver of the message has bounded its length.
-
-    Raises:
-        RequestError: they are not `Params`.
-    """
-    try:
-        return _params.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"P's parameters are not a map: {error}"[:500]) from error
 
 
 def read_claim(claim: WireClaim) -> LeaseClaim:

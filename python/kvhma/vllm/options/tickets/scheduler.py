@@ -1,26 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's part of tickets: requests that D follows at P, and reads in pieces while P computes their prompts.
+"""Tickets in the scheduler: D follows requests at P, and reads them in pieces while P computes their prompts.
 
-The load's table decides what happens to them, in the order of its effects: see `kvhma.vllm.loads.load_machine`.
+The load's table decides what happens to D's requests, in the order of its effects: see
+`kvhma.vllm.loads.load_machine`. P's part is :class:`kvhma.vllm.options.tickets.settling.SettlingRequests`.
 """
 
 from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvhma.errors import KvhmaError, OtherPromptError, RequestError
 from kvhma.vllm.failures import refused
 from kvhma.vllm.loads.load_machine import Load, LoadEffect, LoadEvent, LoadState
+from kvhma.vllm.loads.received_params import check_one_way
 from kvhma.vllm.metadata import ReadCommand, StepMetadata, WorkerReport
 from kvhma.vllm.options.doors import SchedulerDoor
 from kvhma.vllm.options.tickets.following import FollowedLoad
+from kvhma.vllm.options.tickets.offers import answer_questions
+from kvhma.vllm.options.tickets.settling import SettlingRequests
+from kvhma.vllm.options.tickets.ticket import TICKET, Ticket, read_ticket
 from kvhma.vllm.options.tickets.ticket_follower import TicketFollower
 from kvhma.vllm.options.tickets.ticket_followers import TicketFollowers
+from kvhma.vllm.options.tickets.worker import OPTION, Step
 from kvhma.vllm.prompts.prompt import is_sample
-from kvhma.vllm.wire.params import DIFFERS, PrefillParams
-from kvhma.vllm.wire.tickets import TICKET, Ticket
+from kvhma.vllm.wire.messages import Handler, Question
+from kvhma.vllm.wire.params import DIFFERS, LeaseClaim, PrefillParams
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -48,10 +55,11 @@ _UNWANTED = (LoadEffect.TICKET_REFUSED, LoadEffect.TICKET_CANCELLED)
 
 
 class Room(SchedulerDoor):
-    """Requests that D follows.
+    """Requests that P computes for followers, and requests that D follows.
 
     Attributes:
-        followed: all of them, by request.
+        settling: P's requests.
+        followed: all that D follows, by request.
         with_blocks: those that have blocks, by request.
     """
 
@@ -59,6 +67,7 @@ class Room(SchedulerDoor):
         """Start without requests."""
         self._context = core.context
         self._decode = core.decode
+        self.settling = SettlingRequests(core.context, core.prefill)
         self._followers = TicketFollowers(core.context.peers, core.context.settings.kv_lease_duration)
         self.followed: dict[str, FollowedLoad] = {}
         self.with_blocks: dict[str, FollowedLoad] = {}
@@ -66,12 +75,15 @@ class Room(SchedulerDoor):
         """Blocks of all requests in `with_blocks`."""
 
     def on_request_added(self, request: Request, params: dict[str, Any]) -> bool:
-        """Begin to follow a request that P computes at the same time."""
-        if not params.get("do_remote_prefill") or params.get(TICKET) is None:
+        """Begin to follow a request that P computes at the same time, or to publish how far one is."""
+        if params.get(TICKET) is None:
+            return False
+        if not params.get("do_remote_prefill"):
+            self.settling.on_request_added(request, params)
             return False
         load, decode = Load(request), self._decode
         try:
-            ticket = decode.received.read_ticket(params)
+            ticket = self._read_ticket(params)
             if request.get_skip_reading_prefix_cache():
                 self._cancel_ticket(ticket)
                 decode.compute_unread(load)
@@ -89,8 +101,14 @@ class Room(SchedulerDoor):
         """Cancel the ticket of a request that vLLM has rejected."""
         if params.get(TICKET) is None:
             return False
-        self._cancel_ticket(self._decode.received.read_ticket(params))
+        self._cancel_ticket(self._read_ticket(params))
         return True
+
+    def _read_ticket(self, params: dict[str, Any]) -> Ticket:
+        check_one_way(params)
+        ticket = read_ticket(params)
+        self._decode.received.check_source(ticket.address)
+        return ticket
 
     def _follow_ticket(self, request: Request, ticket: Ticket) -> FollowedLoad:
         tokens = request.num_prompt_tokens
@@ -187,7 +205,9 @@ class Room(SchedulerDoor):
     # --- Pieces -------------------------------------------------------------------------------------------------
 
     def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
-        """Order the next piece of each followed load."""
+        """Order the next piece of each followed load, and number the step if P computes for followers."""
+        if (step := self.settling.on_step(output)) is not None:
+            metadata.extras[OPTION] = Step(step)
         for request_id, followed in list(self.with_blocks.items()):
             self._read_next_piece(self._decode.pending[request_id], followed)
 
@@ -204,7 +224,7 @@ class Room(SchedulerDoor):
             decode.move_load(load, LoadEvent.TICKET_LOST)
         elif params is not None:
             try:
-                remote = decode.received.read_of_ticket(params, followed.num_prompt_tokens)
+                remote = decode.received.read_of_known(params, followed.num_prompt_tokens)
                 command = followed.last_piece(geometry, remote)
             except KvhmaError as error:
                 load.refusal = refused(str(error))
@@ -227,7 +247,9 @@ class Room(SchedulerDoor):
             self._followers.progressed.clear()
 
     def on_results(self, report: WorkerReport) -> None:
-        """Count the ranks that have read their piece of a request, or failed."""
+        """Count the ranks that have read their piece of a request, or failed; note whose results these are."""
+        if (step := report.extras.get(OPTION)) is not None:
+            self.settling.on_step_results(step)
         engine = self._context.engine
         for request_id in report.pieces.keys() & self.with_blocks.keys():
             if error := report.lost_pieces.get(request_id, ""):
@@ -249,3 +271,25 @@ class Room(SchedulerDoor):
                 self._blocks_taken -= followed.blocks
             self._followers.stop_follower(followed.follower, unwanted=effect in _UNWANTED)
             self._context.stats.count("followed", label=_ENDS[effect])
+
+    # --- P ------------------------------------------------------------------------------------------------------
+
+    def answer_questions(self) -> Mapping[type[Question], Handler]:
+        """Return how P's listener answers questions about tickets."""
+        return answer_questions(self.settling.tickets)
+
+    def on_hand_off(self, request: Request, remote: PrefillParams) -> PrefillParams | None:
+        """Return P's parameters with the epoch of the request; None if its follower has cancelled it."""
+        return self.settling.on_hand_off(request.request_id, remote)
+
+    def on_request_held(self, request_id: str, params: Mapping[str, Any], claim: LeaseClaim) -> None:
+        """Publish the parameters of a request whose blocks P holds."""
+        self.settling.on_request_held(request_id, params, claim)
+
+    def on_request_finished(self, request: Request, tables: Sequence[Sequence[int]] | None) -> None:
+        """Publish the end of a request whose blocks P does not hold."""
+        self.settling.on_request_finished(request.request_id)
+
+    def reset_cache(self) -> None:
+        """Tell followers that there is nothing to read any more."""
+        self.settling.end_all()

@@ -12,10 +12,10 @@ from typing import Any
 from kvhma._kvhma import text_to_ids
 from kvhma.errors import RequestError
 from kvhma.text import one_line
+from kvhma.vllm.options.tickets.messages import AskedTicket, Follow, Progress, read_params
+from kvhma.vllm.options.tickets.ticket import Ticket
 from kvhma.vllm.peers.peers import Call
-from kvhma.vllm.wire.messages import AskedTicket, Follow, Progress, read_params
 from kvhma.vllm.wire.params import Incarnation
-from kvhma.vllm.wire.tickets import Ticket
 
 _BLOCKS_PER_TOKEN = 4
 _BLOCKS_MORE = 256

@@ -15,13 +15,23 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from kvhma._kvhma import ids_to_text
+from kvhma.vllm.options.tickets.messages import (
+    NO_PARAMS,
+    AskedTicket,
+    Follow,
+    Progress,
+    Settled,
+    Unfollow,
+    write_params,
+)
 from kvhma.vllm.recent import Recent
-from kvhma.vllm.wire.messages import NO_PARAMS, AskedTicket, Progress, Settled, write_params
+from kvhma.vllm.wire.messages import Done, Handler, Later, Question
 from kvhma.vllm.wire.params import Incarnation, LeaseClaim
 
 MAX_TICKETS = 4096
@@ -269,3 +279,23 @@ class TicketTable:
 
     def __len__(self) -> int:
         return len(self._offers)
+
+
+def answer_questions(tickets: TicketTable) -> dict[type[Question], Handler]:
+    """Return how a listener answers questions about tickets."""
+
+    def follow(question: Follow, waited: float) -> Progress | Later:
+        """Return the progress of the first ticket that has any, or how much longer the question may wait for it."""
+        for asked in question.tickets:
+            if (found := tickets.progress(asked)) is not None:
+                return msgspec.structs.replace(found, ticket=asked.ticket)
+        if waited < question.max_wait_seconds:
+            topics = tuple({asked.ticket: None for asked in question.tickets})
+            return Later(topics, question.max_wait_seconds - waited, partial(follow, question))
+        return Progress(question.tickets[0].seen, ticket=question.tickets[0].ticket)
+
+    def unfollow(question: Unfollow, waited: float) -> Done:
+        tickets.cancel_ticket(question.ticket)
+        return Done()
+
+    return {Follow: follow, Unfollow: unfollow}

@@ -27,22 +27,19 @@ class Ticket(NamedTuple):
     address: Address
 
 
-def read_ticket_id(params: Mapping[str, Any]) -> bytes | None:
-    """Return the id of the ticket in ``kv_transfer_params``; None without a ticket.
+def read_ticket_id(params: Mapping[str, Any]) -> bytes:
+    """Return the id of the ticket in ``kv_transfer_params``.
 
     Raises:
         RequestError: the value is not a ticket.
     """
-    return None if params.get(TICKET) is None else bytes.fromhex(_TICKET.read(params))
+    return bytes.fromhex(_TICKET.read(params))
 
 
-def read_ticket(params: Mapping[str, Any]) -> Ticket | None:
-    """Return the ticket in the ``kv_transfer_params`` of a decode request; None without a ticket.
+def read_ticket(params: Mapping[str, Any]) -> Ticket:
+    """Return the ticket in the ``kv_transfer_params`` of a decode request.
 
     Raises:
         RequestError: the value is not a ticket, or the address of P is missing.
     """
-    found = read_ticket_id(params)
-    if found is None:
-        return None
-    return Ticket(found, read_address(params))
+    return Ticket(read_ticket_id(params), read_address(params))

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvhma.errors import KvhmaError
 from kvhma.pieces import settled_tokens, settling_groups
-from kvhma.vllm.holds.offers import Offer, OfferState, TicketTable
+from kvhma.vllm.holds.prefill import PrefillScheduler
 from kvhma.vllm.holds.scheduler_context import SchedulerContext
+from kvhma.vllm.options.tickets.offers import Offer, OfferState, TicketTable
+from kvhma.vllm.options.tickets.ticket import read_ticket_id
 from kvhma.vllm.wire import peer_log
 from kvhma.vllm.wire.messages import Outcome
-from kvhma.vllm.wire.params import Incarnation, LeaseClaim
-from kvhma.vllm.wire.tickets import read_ticket_id
+from kvhma.vllm.wire.params import LeaseClaim, PrefillParams
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -34,10 +36,12 @@ class SettlingRequests:
         tickets: the progress that P publishes.
     """
 
-    def __init__(self, context: SchedulerContext) -> None:
+    def __init__(self, context: SchedulerContext, prefill: PrefillScheduler) -> None:
         """Start without requests."""
         self._context = context
+        self._prefill = prefill
         self.tickets = TicketTable(context.settings.kv_lease_duration)
+        self.tickets.on_progress = prefill.notify_progress
         # Another reader with the same parameters gets as much time as another sample of a prompt.
         self.tickets.on_cancelled = lambda claim: context.leases.release([claim], Outcome.READ_SHARED)
         self._offers: dict[str, Offer] = {}
@@ -49,28 +53,27 @@ class SettlingRequests:
         self._computing: deque[int] = deque()
         """Steps in flight that compute something, if the engine drafts."""
 
-    def on_request_added(self, request: Request, source: Incarnation, total: int) -> bool:
-        """Add a new request, of which P will hand off `total` tokens; return whether it can be followed."""
-        params: Any = request.kv_transfer_params
+    def on_request_added(self, request: Request, params: Mapping[str, Any]) -> None:
+        """Add a new request that has a ticket."""
+        if self._context.geometry is None:
+            return
         try:
             ticket = read_ticket_id(params)
         except KvhmaError as error:
             peer_log.logger.warning("kvhma: request %s cannot be followed: %s", request.request_id, error)
-            return False
-        if ticket is None or self._context.geometry is None:
-            return False
-        prompt = self._context.prompts.make_digest(request, total)
+            return
+        total = self._prefill.tokens_of_prompt(request)
+        prompt = self._context.prompts.peek_digest(request, total)
         groups = len(self._context.geometry.groups)
-        if not self.tickets.open_ticket(ticket, request.request_id, source, groups, total, prompt):
+        if not self.tickets.open_ticket(ticket, request.request_id, self._prefill.source, groups, total, prompt):
             peer_log.logger.warning(
                 "kvhma: request %s cannot be followed: its ticket is in use already, or P has too many tickets",
                 request.request_id,
             )
-            return False
+            return
         self._offers[request.request_id] = self.tickets.offer(ticket)
         if self._step is None:
             self._step = 0  # earlier steps have no number, and the last of them may still be in flight
-        return True
 
     def on_step(self, output: SchedulerOutput) -> int | None:
         """Note what a step computes; return its number, or None before the first ticket.
@@ -175,34 +178,22 @@ class SettlingRequests:
         engine = self._context.engine
         return not engine.host_staged and engine.pp_size == 1
 
-    def is_cancelled(self, request_id: str) -> bool:
-        """Return whether the follower of a request has cancelled it."""
+    def on_hand_off(self, request_id: str, remote: PrefillParams) -> PrefillParams | None:
+        """Return the parameters of a request with its epoch; None if its follower has cancelled it."""
         offer = self._offers.get(request_id)
-        return offer is not None and offer.state is OfferState.ENDED
-
-    def prompt_digest(self, request: Request, tokens: int) -> str:
-        """Return the digest of a request's first tokens; a followed request has it already."""
-        offer = self._offers.get(request.request_id)
-        if offer is not None and offer.total == tokens:
-            return offer.prompt
-        return self._context.prompts.take_digest(request, tokens)
-
-    def epoch(self, request_id: str) -> int:
-        """Return the epoch of a request; 0 if it has no ticket."""
-        offer = self._offers.get(request_id)
-        return 0 if offer is None else offer.epoch
-
-    def on_request_finished(
-        self, request_id: str, params: dict[str, Any] | None, claim: LeaseClaim | None = None
-    ) -> None:
-        """Note that a request has ended; without `params` there is no hand-off. The `claim` is that of the `params`."""
-        offer = self._offers.pop(request_id, None)
         if offer is None:
-            return
-        if params is None or claim is None:
-            self.tickets.end_ticket(offer.ticket, "P does not hold it: it was aborted, or P cannot hand it off")
-        else:
+            return remote
+        return None if offer.state is OfferState.ENDED else remote._replace(epoch=offer.epoch)
+
+    def on_request_held(self, request_id: str, params: Mapping[str, Any], claim: LeaseClaim) -> None:
+        """Publish the parameters of a request whose blocks P holds."""
+        if (offer := self._offers.pop(request_id, None)) is not None:
             self.tickets.hand_off(offer.ticket, params, claim)
+
+    def on_request_finished(self, request_id: str) -> None:
+        """Note that a request has ended."""
+        if (offer := self._offers.pop(request_id, None)) is not None:
+            self.tickets.end_ticket(offer.ticket, "P does not hold it: it was aborted, or P cannot hand it off")
 
     def end_all(self) -> None:
         """End all offers: the caches are reset."""
