@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from kvhma.errors import HandshakeError, HandshakeTimeoutError, SettingsError
 from kvhma.vllm.peers import connection, connections
-from kvhma.vllm.peers.client import Client, ClientPool
+from kvhma.vllm.peers.client import Client, IdleClients
 from kvhma.vllm.wire import secrets as wire_secrets
 from kvhma.vllm.wire.messages import (
     MAX_CLAIMS,
@@ -454,11 +454,11 @@ def test_rotation_while_engines_ask_loses_no_question(tmp_path, monkeypatch):
         while not stop.is_set():
             for attempt in (1, 2):
                 try:
-                    client = pool.take_client()
+                    client = pool.take_client(found.at) or Client(found.at, 5, of_d)
                     try:
                         is_answered(client)
                     finally:
-                        pool.release_client(client)
+                        pool.release_client(found.at, client)
                 except HandshakeTimeoutError as error:
                     (retried if attempt == 1 else wrong).append(error)
                 except BaseException as error:
@@ -469,7 +469,7 @@ def test_rotation_while_engines_ask_loses_no_question(tmp_path, monkeypatch):
                     break
 
     with listening(secrets=of_p) as found:
-        pools = [ClientPool(found.at, 5, of_d) for _ in range(4)]
+        pools = [IdleClients(of_d, 4) for _ in range(4)]
         threads = [threading.Thread(target=ask, args=(pool,)) for pool in pools]
         for thread in threads:
             thread.start()

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from kvhma.errors import HandshakeError, HandshakeTimeoutError
 from kvhma.vllm.peers import connection, connections, server
-from kvhma.vllm.peers.client import Client, ClientPool
+from kvhma.vllm.peers.client import Client, IdleClients
 from kvhma.vllm.peers.server import Listener, LocalEngine
 from kvhma.vllm.peers.sockets import Waker
 from kvhma.vllm.wire import peer_log
@@ -429,7 +429,7 @@ def test_an_answer_without_a_question():
         raw.sendall(frame(Done()))
         raw.recv(1000)
 
-    with hostile(serve) as address, ClientPool(address, 5, NO_SECRETS).take_client() as client:
+    with hostile(serve) as address, Client(address, 5, NO_SECRETS) as client:
         until(lambda: not client.idle())
         with pytest.raises(HandshakeError, match="bytes, at most 0 are expected"):
             client.ask(Release([CLAIM], Outcome.READ), Done)
@@ -483,13 +483,13 @@ def test_any_bytes_as_an_answer_are_one_error(data):
 
 def test_a_pool_finds_that_a_connection_has_ended_before_it_is_used():
     with listening() as found:
-        pool = ClientPool(found.at, 5, NO_SECRETS)
-        clients = [pool.take_client() for _ in range(6)]
+        pool = IdleClients(NO_SECRETS, 4)
+        clients = [Client(found.at, 5, NO_SECRETS) for _ in range(6)]
         for client in clients:
             is_answered(client)
-            pool.release_client(client)
+            pool.release_client(found.at, client)
     before = descriptors()
-    assert pool.take_idle_client() is None
+    assert pool.take_client(found.at) is None
     assert descriptors() == before - 4
 
 

@@ -303,7 +303,7 @@ def test_a_session_without_anything_to_say_ends_and_so_does_its_connection(addre
         for name in ("no-such-host.invalid", address.host):
             renewer.release_claim(Address(name, address.port), claim("a"), Outcome.READ)
         until(lambda: service.released)
-        until(lambda: not renewer._sessions and not renewer._peers._pools)
+        until(lambda: not renewer._sessions and not renewer._peers.idle._idle)
         renewer.release_claim(address, claim("b"), Outcome.READ)
         until(lambda: len(service.released) == 2)
 
@@ -340,9 +340,14 @@ class Asking(NamedTuple):
     peers: Peers
     address: Address
 
-    @property
-    def pool(self):
-        return self.peers.pool(self.address)
+    def connect(self):
+        return Client(self.address, self.peers.timeout, Secrets())
+
+    def take_idle(self):
+        return self.peers.idle.take_client(self.address)
+
+    def release(self, client):
+        self.peers.idle.release_client(self.address, client)
 
 
 @contextlib.contextmanager
@@ -424,7 +429,7 @@ def test_what_p_held_before_it_reset_its_caches_is_refused_with_both_values(clie
 def proving_with(clients):
     """The result of a handshake with the engine, for a worker that no peer reads from."""
     own = ProofKey()
-    with clients.pool.take_client() as client:
+    with clients.connect() as client:
         engine_key = client.ask(AskWorkerIdentity(0, 0, bytes(16)), SignedWorkerIdentity).engine_key
     return Proving(own.public, own.shared(engine_key))
 
@@ -442,7 +447,7 @@ def test_an_answer_is_of_the_engine_that_was_read(clients, table):
         length = frame_length(raw.recv(4, socket.MSG_WAITALL))
         question = read_question(raw.recv(length, socket.MSG_WAITALL), QUESTIONS)
         own = Renew([write_claim(claim(key))], question.reader_key, question.nonce)
-        with clients.pool.take_client() as relay:
+        with clients.connect() as relay:
             states, proof = [LeaseState.HELD], relay.ask(own, Leases).proof
         said.append(proof)
         raw.sendall(frame(Leases(states, proof if len(said) > 1 else None)))
@@ -465,33 +470,33 @@ def test_nobody_answers(address, kept):
     """No wait takes longer than its timeout, over an open connection and over a new one."""
     with socket.create_server(address), asking(address, 0.2) as clients:
         if kept:
-            clients.pool.release_client(clients.pool.take_client())
+            clients.release(clients.connect())
         question = LeaseQuestion(*clients, [claim("a")], 0.2, None)
         assert (question.fileno() is not None) == kept
         until(question.poll)
         with pytest.raises(LeaseUnknownError, match="P has not confirmed that the blocks were held"):
             question.check(0, P)
-        assert clients.pool.take_idle_client() is None
+        assert clients.take_idle() is None
 
 
 def test_a_connection_is_kept_for_the_next_question(clients, table):
     ask(clients, claim(add(table, "a"))).check(0, P)
-    client = clients.pool.take_idle_client()
+    client = clients.take_idle()
     assert client is not None
-    clients.pool.release_client(client)
+    clients.release(client)
     question = LeaseQuestion(*clients, [claim(add(table, "b"))], 2.0, None)
     assert question.fileno() == client.fileno(), "no thread was needed"
     until(question.poll)
     question.check(0, P)
     assert question.fileno() is None
-    with clients.pool.take_client() as kept:
+    with clients.take_idle() as kept:
         assert kept is client
 
 
 def test_a_connection_that_p_ends_while_it_is_asked_costs_no_load(clients, address, listen):
     """The same a moment later: D had sent the question already."""
     listener = socket.create_server(address)
-    clients.pool.release_client(clients.pool.take_client())
+    clients.release(clients.connect())
     question = LeaseQuestion(*clients, [claim("a")], 2.0, None)
     assert question.fileno() is not None
     accepted, _ = listener.accept()

@@ -98,7 +98,7 @@ def test_an_answer_an_error_and_one_connection(secrets: Secrets) -> None:
             asking.ask(p.at, AskWorkerIdentity(0, 7, NONCE), SignedWorkerIdentity).result(END)
         with pytest.raises(HandshakeError, match="expected Done: Invalid value 'engine info'"):
             asking.ask(p.at, INFO, Done).result(END)
-        assert len(asking.pool(p.at)) == 1
+        assert len(asking.idle._idle[p.at]) == 1
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(OPEN, A), (A, OPEN), (A, Secrets([b"b" * 32]))])
@@ -112,7 +112,7 @@ def test_secrets_that_differ(ours: Secrets, theirs: Secrets) -> None:
 def test_a_connection_that_p_has_closed_costs_no_answer(asking: Peers) -> None:
     with listening() as p:
         asking.ask(p.at, INFO, EngineInfo).result(END)
-        (client,) = asking.pool(p.at)._idle
+        (client,) = asking.idle._idle[p.at]
         client.idle = lambda: True  # P closes it at this moment  # type: ignore[method-assign]
         address = p.at
     with listening(at=address):
@@ -172,7 +172,7 @@ def test_received_bytes_are_shown_and_may_be_refused(asking: Peers) -> None:
         with pytest.raises(ValueError, match="too many"):
             call.result(END)
         assert seen
-        assert not len(asking.pool(p.at)), "the rest of the answer would be taken for the next one"
+        assert not asking.idle._idle.get(p.at), "the rest of the answer would be taken for the next one"
         assert asking.ask(p.at, INFO, EngineInfo).result(END).engine_id == "p"
 
 
@@ -329,8 +329,8 @@ def test_idle_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         asking = stack.enter_context(closing(Peers(5, OPEN, Counted())))
         for p in found:
             asking.ask(p.at, INFO, EngineInfo).result(END)
-        until(lambda: sum(map(len, asking._pools.values())) <= 4)
-        assert found[-1].at in asking._pools, "those that were used last stay"
+        until(lambda: sum(map(len, asking.idle._idle.values())) <= 4)
+        assert found[-1].at in asking.idle._idle, "those that were used last stay"
 
 
 # --- several tickets in one question -------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.holds.lease_table import LeaseTable
 from kvhma.vllm.peers import idle_engines, names, prefill_engines
 from kvhma.vllm.peers import server as server_module
-from kvhma.vllm.peers.client import Client, ClientPool
+from kvhma.vllm.peers.client import Client
 from kvhma.vllm.peers.prefill_engines import PrefillEngine, PrefillEngines
 from kvhma.vllm.peers.server import Listener, LocalEngine
 from kvhma.vllm.peers.worker_context import WorkerContext
@@ -254,20 +254,20 @@ def test_a_handshake_uses_no_connection_with_an_earlier_engine(world):
     """A service's address may lead to a new engine, while the old one still answers over open connections."""
     remote = world.prefill()
     engine = world.acquire(remote)
-    old = world.engines.side_channel.pool(engine.numeric).take_idle_client()
-    world.engines.side_channel.pool(engine.numeric).release_client(old)
+    old = world.engines.side_channel.idle.take_client(engine.numeric)
+    world.engines.side_channel.idle.release_client(engine.numeric, old)
     world.engines.release_engine(engine)
     assert world.engines.evict_engine(engine, time.monotonic())
     again = world.acquire(remote)
-    idle = world.engines.side_channel.pool(again.numeric).take_idle_client()
+    idle = world.engines.side_channel.idle.take_client(again.numeric)
     assert idle is not None, "the handshake's, for the first question about a lease"
     assert idle is not old
     idle.close()
 
 
 def test_a_lasting_failure_stands_for_the_next_ones(world, monkeypatch):
-    clients, take = [], ClientPool.take_client
-    monkeypatch.setattr(ClientPool, "take_client", lambda self: clients.append(1) or take(self))
+    clients = []
+    monkeypatch.setattr(prefill_engines, "Client", lambda *of: clients.append(1) or Client(*of))
     remote = world.prefill((b"garbage!", new_agent_key()[0]))
     for _ in range(2):
         with pytest.raises(HandshakeError, match="a handshake payload of 8 bytes is cut off"):
@@ -556,7 +556,7 @@ def test_an_engine_that_is_not_used_is_let_go_and_connected_anew(world):
     watched(world, engine_ttl=0.2)
     until(lambda: len(remotes(world)) == 2 and world.counted.numbers["idle_engines"] == 1)
     assert first.gone is not None
-    assert world.engines.side_channel.pool(first.numeric).take_idle_client() is None
+    assert world.engines.side_channel.idle.take_client(first.numeric) is None
     time.sleep(0.5)
     assert other.gone is None, "a load has acquired it"
     assert world.acquire(other_remote) is other

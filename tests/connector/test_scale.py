@@ -14,7 +14,7 @@ pytest.importorskip("cryptography")
 
 from kvhma.errors import HandshakeError
 from kvhma.vllm.peers import connections
-from kvhma.vllm.peers.client import Client, ClientPool
+from kvhma.vllm.peers.client import Client, IdleClients
 from kvhma.vllm.wire.messages import MAX_CLAIMS, Leases, Renew, write_claim
 from kvhma.vllm.wire.params import LeaseClaim, LeaseKey
 from kvhma.vllm.wire.secrets import Secrets
@@ -78,14 +78,14 @@ def test_more_connections_than_a_listener_keeps_cost_a_new_one_and_no_answer(mon
     answered."""
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 8)
     with listening() as listener, caplog.at_level(logging.WARNING, "vllm.kvhma"):
-        pools = [ClientPool(listener.at, 5, OPEN) for _ in range(9)]
+        pools = [IdleClients(OPEN, 4) for _ in range(9)]
         try:
 
             def ask_all(some):
                 for pool in some:
-                    client = pool.take_client()
+                    client = pool.take_client(listener.at) or Client(listener.at, 5, OPEN)
                     assert len(client.ask(Renew([write_claim(claim(1))]), Leases).states) == 1
-                    pool.release_client(client)
+                    pool.release_client(listener.at, client)
 
             for _ in range(2):
                 ask_all(pools[:8])

@@ -16,10 +16,11 @@ from types import SimpleNamespace
 
 from kvhma.errors import HandshakeTimeoutError
 from kvhma.vllm.peers import connections
-from kvhma.vllm.peers.client import ClientPool
+from kvhma.vllm.peers.client import Client, IdleClients
 from kvhma.vllm.scheduler import KvhmaScheduler
 from kvhma.vllm.wire import secrets as wire_secrets
 from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, EngineInfo
+from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.secrets import Secrets
 from support.schedulers import STEP, blocks, kept, output, request, scheduler, tables
 from support.waiting import until
@@ -57,9 +58,10 @@ def end_request(p: KvhmaScheduler, d: KvhmaScheduler, asked: SimpleNamespace) ->
 class Asking:
     """Asks P over connections that stay open, and repeats a question once, as the connector does."""
 
-    def __init__(self, pool: ClientPool) -> None:
+    def __init__(self, at: Address, secrets: Secrets) -> None:
         self.wrong: list[str] = []
-        self._pool = pool
+        self._at, self._secrets = at, secrets
+        self._idle = IdleClients(secrets, 4)
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
@@ -73,11 +75,11 @@ class Asking:
                 self.wrong.append(repr(error))
 
     def _ask(self) -> None:
-        client = self._pool.take_client()
+        client = self._idle.take_client(self._at) or Client(self._at, 60, self._secrets)
         try:
             client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
         finally:
-            self._pool.release_client(client)
+            self._idle.release_client(self._at, client)
 
 
 class Lines(logging.Handler):
@@ -96,7 +98,7 @@ def main() -> None:
     lines = Lines()
     logging.getLogger("vllm.kvhma").addHandler(lines)
     p, d = (scheduler(secrets=Secrets.load(SimpleNamespace(secret_file=file))) for file in sys.argv[1:])
-    asking = [Asking(ClientPool(p.context.engine.address, 60, d.context.secrets)) for _ in range(2)]
+    asking = [Asking(p.context.engine.address, d.context.secrets) for _ in range(2)]
     for number, _ in enumerate(sys.stdin):
         end_request(p, d, take_request(p, d, f"request-{number}"))
         wrong = lines.texts + [text for one in asking for text in one.wrong]

@@ -307,61 +307,66 @@ class Client:
         return HandshakeTimeoutError(f"no answer from {self._address}: {error}")
 
 
-class ClientPool:
-    """Connected clients of one listener. A new connection takes several times as long to answer."""
+class IdleClients:
+    """Connected clients without a question, by address. A new connection takes several times as long to answer."""
 
-    def __init__(self, address: Address, timeout: float, secrets: Secrets, *, kept: int = 4) -> None:
-        """Start without clients; keep at most so many. Other arguments as for :class:`Client`."""
-        self._address = address
-        self._timeout = timeout
+    def __init__(self, secrets: Secrets, max_at_address: int) -> None:
+        """Start without clients; keep at most so many of one address."""
         self._secrets = secrets
-        self._kept = kept
-        self._idle: list[Client] = []
+        self._max_at_address = max_at_address
+        self._idle: dict[Address, dict[Client, float]] = {}
+        """When each client was released."""
         self._closed = False
-        self.used_at = time.monotonic()
-        """When a client was last taken or released."""
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        """Return the number of idle clients."""
-        return len(self._idle)
-
-    def take_client(self) -> Client:
-        """Return a client for one thread, until :meth:`release_client`; connect if no client is idle.
-
-        Raises:
-            HandshakeError: the connection fails, see :class:`Client`.
-        """
-        return self.take_idle_client() or Client(self._address, self._timeout, self._secrets)
-
-    def take_idle_client(self) -> Client | None:
-        """Return a connected client, or None if no client is idle. Never waits."""
+    def take_client(self, address: Address) -> Client | None:
+        """Return a client for one thread, until :meth:`release_client`; None if no client is idle. Never waits."""
         while True:
             with self._lock:
-                self.used_at = time.monotonic()
-                if not self._idle:
+                if not (clients := self._idle.get(address)):
                     return None
-                client = self._idle.pop()
+                client, _ = clients.popitem()
             if client.context is self._secrets.client_context() and client.idle():
                 return client
             client.close()
 
-    def release_client(self, client: Client) -> None:
-        """Return a client to the pool, unless it still waits for an answer."""
+    def release_client(self, address: Address, client: Client) -> None:
+        """Keep a client, unless it still waits for an answer."""
         with self._lock:
-            self.used_at = time.monotonic()
-            if client.idle() and not self._closed and len(self._idle) < self._kept:
-                self._idle.append(client)
+            clients = self._idle.setdefault(address, {})
+            if client.idle() and not self._closed and len(clients) < self._max_at_address:
+                clients[client] = time.monotonic()
                 return
         client.close()
 
-    def close(self) -> None:
-        """Disconnect all idle clients."""
+    def close_clients(self, address: Address) -> None:
+        """Close the clients of an address."""
         with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for client in idle:
+            clients = self._idle.pop(address, {})
+        for client in clients:
             client.close()
+
+    def close_unused(self, since: float, limit: int) -> None:
+        """Close the clients that were released before a time, and the oldest of the others if there are too many."""
+        with self._lock:
+            released = sorted(at for clients in self._idle.values() for at in clients.values())
+            since = max([since, *released[-limit - 1 : -limit]])
+            unused = [
+                (address, client)
+                for address, clients in self._idle.items()
+                for client, at in clients.items()
+                if at <= since
+            ]
+            for address, client in unused:
+                del self._idle[address][client]
+            self._idle = {address: clients for address, clients in self._idle.items() if clients}
+        for _, client in unused:
+            client.close()
+
+    def close(self) -> None:
+        """Close all clients, and keep no more."""
+        self._closed = True
+        self.close_unused(math.inf, 1)
 
 
 def _ready(of: socket.socket, events: int, seconds: float) -> bool:

@@ -72,7 +72,7 @@ class LeaseQuestion:
         self._client: Client | None = None
         self._call: Call[Leases] | None = None
         self._deadline = time.monotonic() + timeout
-        client = peers.pool(address).take_idle_client()
+        client = peers.idle.take_client(address)
         if client is None:
             self._ask_anew()
         else:
@@ -89,7 +89,7 @@ class LeaseQuestion:
             self._fail(HandshakeTimeoutError("no answer in time"))
         client, self._client = self._client, None
         if client is not None:
-            self._peers.pool(self._address).release_client(client)
+            self._peers.idle.release_client(self._address, client)
         call, self._call = self._call, None
         if call is not None:
             self._peers.cancel(call)
@@ -162,7 +162,7 @@ class LeaseQuestion:
                 self._ask_anew()  # P had closed the old connection
             else:
                 self._fail(error)
-        self._peers.pool(self._address).release_client(client)
+        self._peers.idle.release_client(self._address, client)
 
     def _ask_anew(self) -> None:
         self._deadline = time.monotonic() + 2 * self._timeout

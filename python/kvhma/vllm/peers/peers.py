@@ -22,7 +22,7 @@ from typing import Any
 from kvhma.errors import HandshakeError, HandshakeTimeoutError
 from kvhma.vllm.config.allow_list import AllowedSources
 from kvhma.vllm.counters import Counters
-from kvhma.vllm.peers.client import Client, ClientPool
+from kvhma.vllm.peers.client import Client, IdleClients
 from kvhma.vllm.peers.names import look_up
 from kvhma.vllm.peers.sockets import Waker
 from kvhma.vllm.threads import SupervisedThread
@@ -98,6 +98,7 @@ class Peers:
 
     Attributes:
         timeout: seconds for a look-up, for a connection, and for each answer.
+        idle: connections without a question. With one of these a thread can ask without another thread.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Peers:
         self._cancelled: deque[Call[Any]] = deque()
         self._tasks: dict[Task, float] = {}
         """When each task runs next."""
-        self._pools: dict[Address, ClientPool] = {}
+        self.idle = IdleClients(secrets, MAX_AT_ADDRESS)
         self._closing = False
         self._thread: SupervisedThread | None = None
         self._waker: Waker | None = None
@@ -190,22 +191,6 @@ class Peers:
             self._counters.count("refused_sources", label="not_allowed")
             raise HandshakeError(f"remote_host and remote_port: {refusal}")
 
-    def pool(self, address: Address) -> ClientPool:
-        """Return the idle connections with an engine. With one of these a thread can ask without another thread."""
-        with self._lock:
-            found = self._pools.get(address)
-            if found is None:
-                kept = 0 if self._closing else MAX_AT_ADDRESS
-                found = self._pools[address] = ClientPool(address, self.timeout, self._secrets, kept=kept)
-            return found
-
-    def close_idle(self, address: Address) -> None:
-        """Close the idle connections with an engine."""
-        with self._lock:
-            pool = self._pools.pop(address, None)
-        if pool is not None:
-            pool.close()
-
     def run_task(self, task: Task, at: float = 0.0) -> bool:
         """Run a task in the thread, at a time on the monotonic clock or before, and again when it wants to.
 
@@ -225,8 +210,7 @@ class Peers:
             self._thread.join(_CLOSE_SECONDS)
         else:
             self._fail_all(self._asked)
-        for address in list(self._pools):
-            self.close_idle(address)
+        self.idle.close()
         if self._waker is not None:
             self._waker.close()
 
@@ -289,7 +273,7 @@ class Peers:
             self._start_calls()
         if now - self._swept_at > _TURN_SECONDS:
             self._swept_at = now
-            self._close_unused(now)
+            self.idle.close_unused(now - _IDLE_SECONDS, self._limit)
 
     def _run_tasks(self, now: float) -> None:
         with self._lock:
@@ -364,7 +348,7 @@ class Peers:
                 raise
 
     def _begin(self, call: Call[Any]) -> None:
-        call.client = None if call.anew else self.pool(call.address).take_idle_client()
+        call.client = None if call.anew else self.idle.take_client(call.address)
         call.is_over_idle = call.client is not None
         if call.is_over_idle:
             self._send(call)
@@ -421,15 +405,16 @@ class Peers:
         elif self._selector.get_key(call.watched).events != events:
             self._selector.modify(call.watched, events, call)
 
-    def _unwatch(self, call: Call[Any]) -> None:
+    def _detach_client(self, call: Call[Any]) -> Client | None:
+        """Take the connection from a call."""
         if call.watched is not None:
             self._selector.unregister(call.watched)
             call.watched = None
+        client, call.client = call.client, None
+        return client
 
     def _disconnect(self, call: Call[Any]) -> None:
-        self._unwatch(call)
-        client, call.client = call.client, None
-        if client is not None:
+        if (client := self._detach_client(call)) is not None:
             client.close()
 
     def _release(self, call: Call[Any]) -> None:
@@ -440,24 +425,12 @@ class Peers:
             del self._active_at[call.address, call.is_long]
         self._active_long -= call.is_long
         self._has_changed = True
-        self._unwatch(call)
-        client, call.client = call.client, None
-        if client is not None:
+        if (client := self._detach_client(call)) is not None:
             client.on_received = None
             if call.anew:
                 client.close()
             else:
-                self.pool(call.address).release_client(client)
-
-    def _close_unused(self, now: float) -> None:
-        """Close connections that were idle for long, and the oldest ones if there are too many."""
-        with self._lock:
-            pools = sorted(self._pools.items(), key=lambda item: item[1].used_at)
-        excess = sum(len(pool) for _, pool in pools) - self._limit
-        for address, pool in pools:
-            if not len(pool) or pool.used_at <= now - _IDLE_SECONDS or excess > 0:
-                excess -= len(pool)
-                self.close_idle(address)
+                self.idle.release_client(call.address, client)
 
     def _pause(self, now: float) -> float:
         """Return the seconds until something is due."""

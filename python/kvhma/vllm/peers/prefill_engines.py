@@ -320,8 +320,8 @@ class PrefillEngines:
         numeric = resolve(remote.address, timeout)
         self.side_channel.check_host(remote.address, numeric)
         peers: list[Peer | None] = []
-        self.side_channel.close_idle(numeric)  # these may lead to an earlier engine
-        client = self.side_channel.pool(numeric).take_client()
+        self.side_channel.idle.close_clients(numeric)
+        client = Client(numeric, timeout, self._context.secrets)
         try:
             plan, identities = self._agree(remote, client)
             for index, identity in enumerate(identities):
@@ -337,7 +337,7 @@ class PrefillEngines:
         finally:
             with self._lock:
                 self._received.pop(remote, None)
-        self.side_channel.pool(numeric).release_client(client)
+        self.side_channel.idle.release_client(numeric, client)
         proving = None if self._context.secrets.enabled else self._proving(identities[0].engine_key)
         stored = sum(len(identity.data) for identity in identities)
         return PrefillEngine(
@@ -431,7 +431,7 @@ class PrefillEngines:
         with self._lock:
             used = any(known.numeric == engine.numeric for known in self._engines.values())
         if not used:
-            self.side_channel.close_idle(engine.numeric)
+            self.side_channel.idle.close_clients(engine.numeric)
         for board in engine.boards:
             board.close()
         self._disconnect_peers(engine.peers)
