@@ -12,10 +12,11 @@ import pytest
 pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 
 from kvhma._kvhma import text_to_ids
-from kvhma.vllm.metadata import WorkerReport
+from kvhma.vllm.metadata import StepMetadata, WorkerReport
 from kvhma.vllm.options.tickets import following
 from kvhma.vllm.options.tickets.offers import OfferState
 from kvhma.vllm.options.tickets.ticket_follower import TicketQuestion
+from kvhma.vllm.options.tickets.worker import Room, Step
 from support.schedulers import (
     BUSY,
     STEP,
@@ -511,3 +512,16 @@ def test_data_parallel_engines_do_not_wait_for_news(p, waits):
         for _ in range(5):
             d.on_step(STEP)
         assert news.is_set() is not waits
+
+
+def test_workers_return_the_number_of_a_step():
+    first, second = Room(None, None), Room(None, None)
+    reports = [WorkerReport(), WorkerReport()]
+    for room, report in zip((first, second), reports, strict=True):
+        room.on_step(StepMetadata(extras={"tickets": Step(7)}))
+        room.add_to_report(report)
+        assert not report.is_empty
+    assert reports[0].aggregate(reports[1]).extras == {"tickets": 7}
+    first.on_step(StepMetadata())
+    first.add_to_report(report := WorkerReport())
+    assert report.is_empty, "it is the number of an earlier step"

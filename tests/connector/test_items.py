@@ -22,6 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvhma.errors import SettingsError
 from kvhma.vllm.config.engine_config import check_items
 from kvhma.vllm.config.settings import Settings
+from kvhma.vllm.options.doors import Rooms, SchedulerDoor
 from support.schedulers import STEP, blocks, output, scheduler, tables, tickets_of
 from support.waiting import until
 
@@ -113,7 +114,7 @@ def test_what_is_not_trusted(p, d, what):
         given = [feature("one", length=12), feature("two", offset=32, length=12)]
     if what in ("compares", "p compares"):
         compares = p if what == "p compares" else d
-        compares.context.rooms = ()
+        compares.context.rooms = Rooms(SchedulerDoor)
     request = asked("r", handed_over(p, feature()), *given, tokens=tokens, salt="tenant" if what == "salt" else None)
     d.on_request_added(request)
     assert d.matched_tokens(request, 0) == (1, True)

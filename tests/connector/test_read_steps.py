@@ -83,7 +83,9 @@ class World:
             fail_load=lambda *_: self.report("failed"),
             end_piece=lambda _, error: self.report("succeeded" if error is None else "failed"),
         )
-        context: Any = SimpleNamespace(geometry=None, rooms=(self,) if story == "option" else ())
+        option = (self,) if story == "option" else ()
+        rooms = SimpleNamespace(judge=[of.judge for of in option], inspect=[of.inspect for of in option])
+        context: Any = SimpleNamespace(geometry=None, rooms=rooms)
         steps: Any = ReadSteps(context, memory, engines, results)
         steps._planned, steps._handle = self.plan, self.post
         steps._permute = lambda _: self.launch("permute")

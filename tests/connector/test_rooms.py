@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +19,8 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 
 import kvhma
 from kvhma.vllm.config import rooms
-from kvhma.vllm.options.doors import SchedulerDoor, WorkerDoor
-from support.schedulers import STEP, blocks, request, scheduler
+from kvhma.vllm.options.doors import Rooms, SchedulerDoor, WorkerDoor
+from support.schedulers import STEP, blocks, end_read, finished_at, load, request, scheduler, tables
 
 PACKAGE = Path(kvhma.__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -90,7 +92,7 @@ def test_more_of_the_core_works_without_an_option(without: tuple[str, Path]) -> 
 
 def test_a_request_for_an_absent_option_is_refused() -> None:
     with contextlib.closing(scheduler()) as d:
-        d.context.rooms = ()
+        d.context.rooms = Rooms(SchedulerDoor)
         asked = request(params={"do_remote_prefill": True, "kvhma_ticket": "0" * 32})
         d.on_request_added(asked)
         assert d.matched_tokens(asked, 0) == (1, True)
@@ -108,3 +110,30 @@ def test_an_error_inside_an_option_is_not_its_absence(monkeypatch: pytest.Monkey
         list(rooms.find_rooms("worker", ["spans"]))
     with pytest.raises(ModuleNotFoundError, match="msgspec"):
         rooms.check_installed("spans", "a setting")
+
+
+def test_an_option_that_overrides_nothing_is_never_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, call in list(vars(SchedulerDoor).items()):
+        if inspect.isfunction(call):
+            monkeypatch.setattr(SchedulerDoor, name, lambda *arguments, name=name: pytest.fail(name))
+
+    class Steps(SchedulerDoor):
+        def __init__(self) -> None:
+            self.number = 0
+
+        def on_step(self, output: Any, metadata: Any) -> None:
+            self.number += 1
+
+    with contextlib.closing(scheduler()) as p, contextlib.closing(scheduler()) as d:
+        steps = Steps()
+        for engine in (p, d):
+            engine.context.rooms = Rooms(SchedulerDoor, [SchedulerDoor(), steps, *engine.context.rooms])
+        asked = request(params=finished_at(p))
+        d.on_request_added(asked)
+        load(d, asked)
+        end_read(d, asked)
+        assert not d.needs_step()
+        assert not d.make_room()
+        d.reset_cache()
+        d.on_request_finished(asked, tables(d))
+    assert steps.number == 1

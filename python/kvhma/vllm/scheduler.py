@@ -26,6 +26,7 @@ from kvhma.vllm.loads.decode import DecodeScheduler
 from kvhma.vllm.loads.load_machine import Load
 from kvhma.vllm.loads.prefix_cache import has_partial_hits, hits_may_differ
 from kvhma.vllm.metadata import LocalWorkerIdentity, StepMetadata, WorkerReport
+from kvhma.vllm.options.doors import Rooms, SchedulerDoor
 from kvhma.vllm.telemetry.stats import StatsCollector, TransferStats
 from kvhma.vllm.wire.secrets import Secrets
 
@@ -58,15 +59,15 @@ class KvhmaScheduler:
         self.prefill = PrefillScheduler(self.context)
         self._loop = EngineLoop(leases, self.context.peers, self.prefill.free_ended_leases, engine.step_timeout)
         self.decode = DecodeScheduler(self.context, self._loop.makes_progress)
-        self.context.rooms = tuple(room(self) for room in find_rooms("scheduler", engine.options))
+        self.context.rooms = Rooms(SchedulerDoor, [room(self) for room in find_rooms("scheduler", engine.options)])
         self.hits_may_differ = True
         self._idle_steps = 0
         """Steps without work since the last step with work."""
 
     def close(self) -> None:
         """Stop the threads."""
-        for room in self.context.rooms:
-            room.close()
+        for close in self.context.rooms.close:
+            close()
         self.decode.claims.renewer.close()
         self.context.peers.close()
         self.prefill.close()
@@ -114,36 +115,36 @@ class KvhmaScheduler:
             if params.get("do_remote_prefill"):
                 self.decode.release_rejected(request, params)
         elif params.get("do_remote_prefill"):
-            taken = [room.on_request_added(request, params) for room in self.context.rooms]
+            taken = [added(request, params) for added in self.context.rooms.on_request_added]
             if not any(taken):
                 self.decode.on_request_added(request, params)
         elif params.get("do_remote_decode") is True:
             self.prefill.on_request_added(request)
-            for room in self.context.rooms:
-                room.on_request_added(request, params)
+            for on_request_added in self.context.rooms.on_request_added:
+                on_request_added(request, params)
 
     def matched_tokens(self, request: Request, local: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the `local` ones will be loaded, None if that is not known yet."""
         found = self.decode.matched_tokens(request, local)
         if found[0] is not None:
-            for room in self.context.rooms:
-                room.on_blocks_wanted(request)
+            for on_blocks_wanted in self.context.rooms.on_blocks_wanted:
+                on_blocks_wanted(request)
         return found
 
     def on_blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Pass on the blocks that vLLM has allocated for a request."""
-        for room in self.context.rooms:
-            room.on_blocks_allocated(request)
+        for on_blocks_allocated in self.context.rooms.on_blocks_allocated:
+            on_blocks_allocated(request)
         self.decode.on_blocks_allocated(request, blocks, external)
 
     def make_room(self) -> bool:
         """Free blocks for a request that lacks some; return whether the next step has more."""
-        return self.prefill.free_ended_leases() or any(room.make_room() for room in self.context.rooms)
+        return self.prefill.free_ended_leases() or any(make_room() for make_room in self.context.rooms.make_room)
 
     def needs_step(self) -> bool:
         """Return whether vLLM must make a step with nothing to compute; free blocks whose lease has ended."""
         is_due = self._loop.must_step()  # in any case: it notes that no step runs
-        return is_due or any(room.needs_step() for room in self.context.rooms)
+        return is_due or any(needs() for needs in self.context.rooms.needs_step)
 
     def on_step(self, output: SchedulerOutput) -> StepMetadata:
         """Return what the workers must know in this step."""
@@ -155,15 +156,15 @@ class KvhmaScheduler:
         metadata = self.decode.metadata
         metadata.idle = idle
         self.prefill.on_step(output, metadata)
-        for room in self.context.rooms:
-            room.on_step(output, metadata)
+        for on_step in self.context.rooms.on_step:
+            on_step(output, metadata)
         return self.decode.take_metadata()
 
     def _wait_for_peers(self) -> None:
         """Wait a little for other threads and engines: a spinning step would take Python's lock and cores from them."""
         if self.decode.pending:
-            for room in self.context.rooms:
-                room.wait_for_progress()
+            for wait_for_progress in self.context.rooms.wait_for_progress:
+                wait_for_progress()
             self.decode.wait_for_progress()
         else:
             self.context.leases.wait_for_end(_END_SECONDS)
@@ -173,13 +174,13 @@ class KvhmaScheduler:
         report = output.kv_connector_worker_meta
         if report is not None and isinstance(report, WorkerReport):  # the latter asks an abstract class
             self.decode.on_worker_report(report)
-            for room in self.context.rooms:
-                room.on_results(report)
+            for on_results in self.context.rooms.on_results:
+                on_results(report)
         for name in (output.finished_recving or set()) - (output.failed_recving or set()):
             load = self.decode.pending.get(name)  # the call below removes it
             if load is not None and load.end is None and load.attempt is not None:
-                for room in self.context.rooms:
-                    room.on_request_loaded(name, load.attempt.first_tokens)
+                for on_request_loaded in self.context.rooms.on_request_loaded:
+                    on_request_loaded(name, load.attempt.first_tokens)
         self.decode.on_worker_results(output)
 
     def on_request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
@@ -190,8 +191,8 @@ class KvhmaScheduler:
             params = self.prefill.on_request_finished(request, tables)
         else:
             self.prefill.discard_request(request.request_id)
-        for room in self.context.rooms:
-            held = room.on_request_finished(request, tables if is_loaded and params is None else None)
+        for on_request_finished in self.context.rooms.on_request_finished:
+            held = on_request_finished(request, tables if is_loaded and params is None else None)
             params = held or params
         return params
 

@@ -19,6 +19,7 @@ from kvhma.errors import TransferError
 from kvhma.vllm.config.rooms import find_rooms
 from kvhma.vllm.device.memory import Memory
 from kvhma.vllm.metadata import StepMetadata, WorkerReport
+from kvhma.vllm.options.doors import Rooms, WorkerDoor
 from kvhma.vllm.peers.idle_engines import IdleEngineWatch
 from kvhma.vllm.peers.notifications import NotificationDrain
 from kvhma.vllm.peers.preconnect import Preconnector
@@ -45,7 +46,9 @@ class KvhmaWorker:
         self._stop_seconds = settings.handshake_timeout + 1
         self._results = LoadResults(settings.case_folder)
         stats = self._results.stats
-        self._rooms = tuple(room(context, memory, self._results) for room in find_rooms("worker", context.options))
+        self._rooms = Rooms(
+            WorkerDoor, [room(context, memory, self._results) for room in find_rooms("worker", context.options)]
+        )
         context = replace(context, rooms=self._rooms)
         self._engines = PrefillEngines(context, stats)
         self._device = context.device
@@ -72,8 +75,8 @@ class KvhmaWorker:
 
     def start_loads(self, metadata: StepMetadata) -> None:
         """Queue the loads of a step."""
-        for room in self._rooms:
-            room.on_step(metadata)
+        for on_step in self._rooms.on_step:
+            on_step(metadata)
         if not (metadata.loads or metadata.refusals or metadata.cancelled):  # most steps
             return
         self._results.expect(metadata.loads, [*metadata.refusals, *metadata.cancelled])
@@ -87,8 +90,8 @@ class KvhmaWorker:
 
     def on_step_launched(self, metadata: StepMetadata) -> None:
         """Let options use what a step computes."""
-        for room in self._rooms:
-            room.on_step_launched(metadata)
+        for on_step_launched in self._rooms.on_step_launched:
+            on_step_launched(metadata)
 
     def collect(self, *, idle: bool) -> tuple[set[str], WorkerReport]:
         """Return the requests whose loads have ended, each once, and the report for the scheduler.
@@ -104,8 +107,8 @@ class KvhmaWorker:
         if self._may_wait and idle:
             self._results.wait(for_pieces=was_idle)
         ended, report = self._results.take_results()
-        for room in self._rooms:
-            room.add_to_report(report)
+        for add_to_report in self._rooms.add_to_report:
+            add_to_report(report)
         return ended, report
 
     def take_stats(self) -> TransferStats | None:
@@ -130,8 +133,8 @@ class KvhmaWorker:
         self._stall_watch.close()
         self._notifications.close(self._stop_seconds)
         self._pump.join(self._stop_seconds)
-        for room in self._rooms:
-            room.close(self._stop_seconds)
+        for close in self._rooms.close:
+            close(self._stop_seconds)
         self._engines.close()
         self._agent.close()
         if self._board is not None:

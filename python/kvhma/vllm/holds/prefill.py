@@ -77,8 +77,8 @@ class PrefillScheduler:
         self._hellos = signed
         context.leases.show_on_boards(LeaseBoards(hello.board for hello in hellos.values() if hello.board is not None))
         handlers: dict[type[Question], Handler] = {}
-        for room in context.rooms:
-            handlers |= room.answer_questions()
+        for answer_questions in context.rooms.answer_questions:
+            handlers |= answer_questions()
         self._listener = Listener(
             context.engine.bind or context.engine.address,
             LocalEngine(context.engine.engine_id, self._incarnation_id, signed, context.engine.address),
@@ -99,8 +99,8 @@ class PrefillScheduler:
         All leases end. The engine gets a new incarnation, which other engines see in its replies and in the
         parameters of later requests.
         """
-        for room in self._context.rooms:
-            room.reset_cache()
+        for reset_cache in self._context.rooms.reset_cache:
+            reset_cache()
         self._incarnation_id = random_id()
         if self._listener is not None:
             self._listener.begin_incarnation(self._incarnation_id)  # first: it is why P does not hold a request
@@ -149,8 +149,8 @@ class PrefillScheduler:
         for why, all_leases in ended.items():
             leases = [lease for lease in all_leases if not lease.is_expendable]
             if expendable := len(all_leases) - len(leases):
-                for room in self._context.rooms:
-                    room.on_expendable_ended(why, expendable)
+                for on_expendable_ended in self._context.rooms.on_expendable_ended:
+                    on_expendable_ended(why, expendable)
             if not leases:
                 continue
             if text := _UNREAD.get(why):
@@ -166,8 +166,8 @@ class PrefillScheduler:
                     *_some(leases),
                 )
         for key, blocks, _ in itertools.chain.from_iterable(ended.values()):
-            for room in self._context.rooms:
-                room.on_lease_ended(key)
+            for on_lease_ended in self._context.rooms.on_lease_ended:
+                on_lease_ended(key)
             if manager is not None:
                 free_blocks(manager.block_pool, blocks)
 
@@ -194,8 +194,8 @@ class PrefillScheduler:
         self._context.leases.hold(
             remote.lease_key, digest, hold_blocks(manager.block_pool, tables, geometry.null_block)
         )
-        for room in self._context.rooms:
-            room.on_request_held(request.request_id, params, LeaseClaim(remote.lease_key, 0, digest))
+        for on_request_held in self._context.rooms.on_request_held:
+            on_request_held(request.request_id, params, LeaseClaim(remote.lease_key, 0, digest))
         return params
 
     def _describe_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> PrefillParams | None:
@@ -210,8 +210,8 @@ class PrefillScheduler:
         if tokens is None or spans is None:
             return None
         remote: PrefillParams | None = self.describe_request(request, tokens, spans)
-        for room in self._context.rooms:
-            remote = remote and room.on_hand_off(request, remote)
+        for on_hand_off in self._context.rooms.on_hand_off:
+            remote = remote and on_hand_off(request, remote)
         return remote
 
     def describe_request(self, request: Request, tokens: int, spans: Sequence[Span]) -> PrefillParams:
@@ -269,8 +269,8 @@ class PrefillScheduler:
         request_id = request.request_id
         try:
             spans: list[Span] | None = live_spans(geometry, None, self._context.transfer_tables(tables))
-            for room in self._context.rooms:
-                spans = None if spans is None else room.handed_off_spans(request, spans)
+            for handed_off_spans in self._context.rooms.handed_off_spans:
+                spans = None if spans is None else handed_off_spans(request, spans)
             if spans is None:
                 return None
             needed = first_entries(geometry.core, tokens, [0] * len(spans))

@@ -13,7 +13,7 @@ from kvhma.vllm.config.allow_list import AllowedSources
 from kvhma.vllm.config.engine_facts import EngineFacts
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.holds.lease_table import LeaseTable
-from kvhma.vllm.options.doors import SchedulerDoor
+from kvhma.vllm.options.doors import Rooms, SchedulerDoor
 from kvhma.vllm.peers.peers import Peers
 from kvhma.vllm.prompts.prompt_digests import PromptDigests
 from kvhma.vllm.telemetry.stats import StatsCollector
@@ -53,7 +53,7 @@ class SchedulerContext:
     sources: AllowedSources = field(init=False)
     prompts: PromptDigests = field(init=False)
     peers: Peers = field(init=False)
-    rooms: tuple[SchedulerDoor, ...] = ()
+    rooms: Rooms = field(default_factory=lambda: Rooms(SchedulerDoor))
 
     def __post_init__(self) -> None:
         """Start without threads."""

@@ -101,7 +101,7 @@ class DecodeScheduler:
         prompt cannot be compared. The parameters are proof enough: only their receivers know them.
         """
         try:
-            if not any(room.on_request_rejected(request, params) for room in self._context.rooms):
+            if not any(rejected(request, params) for rejected in self._context.rooms.on_request_rejected):
                 remote = self.received.read_of_rejected(params)
                 self.claims.release_load(Load(request, remote=remote), read=True)
         except KvhmaError as error:
@@ -163,7 +163,7 @@ class DecodeScheduler:
         load = self.pending.get(request.request_id)
         if load is None or load.state is LoadState.REFUSED or load.state.is_end:
             return 0
-        followed = (room.tokens_at_p(load.request_id) for room in self._context.rooms)
+        followed = (tokens_at_p(load.request_id) for tokens_at_p in self._context.rooms.tokens_at_p)
         at_p = max(followed, default=0) if load.remote is None else load.remote.num_tokens
         return load.num_tokens or min(at_p, self._context.engine.loadable_tokens(request.num_prompt_tokens))
 
@@ -183,8 +183,8 @@ class DecodeScheduler:
             load = Load(request)
             self.fail_load(load, refused(why))
         items = request.mm_features
-        for room in self._context.rooms:
-            room.on_tokens_asked(load)
+        for on_tokens_asked in self._context.rooms.on_tokens_asked:
+            on_tokens_asked(load)
         if request.mm_features is not items:
             return _UNKNOWN  # vLLM looked up its blocks by other items
         if request.request_id in self._loads.comparing:
@@ -231,8 +231,8 @@ class DecodeScheduler:
         vLLM lets a request wait only for more tokens than that block has. A hit never has all tokens, so the answer is
         all that are left. A prompt that must not read the prefix cache waits for nothing, and is computed.
         """
-        for room in self._context.rooms:
-            room.on_load_refused(request)
+        for on_load_refused in self._context.rooms.on_load_refused:
+            on_load_refused(request)
         return request.num_tokens - local if self._context.partial_hits else 1, True
 
     def _is_short(self, load: Load, local: int) -> bool:
@@ -243,7 +243,7 @@ class DecodeScheduler:
 
     def _why_not_computed(self, request: Request, local: int) -> str:
         """Return why D cannot compute a request if nothing is loaded; empty if it can."""
-        return next((why for room in self._context.rooms if (why := room.why_not_computed(request, local))), "")
+        return next((why for ask in self._context.rooms.why_not_computed if (why := ask(request, local))), "")
 
     def hit_without_load(self, request: Request, local: int) -> int:
         """Return how many tokens vLLM would not compute if nothing is loaded: `local` is only full attention's hit."""
@@ -276,7 +276,7 @@ class DecodeScheduler:
             self.move_load(load, LoadEvent.BLOCKS, command)
 
     def _read_command(self, load: Load, blocks: KVCacheBlocks, external: int) -> ReadCommand:
-        early = (room.remote_before_hand_off(load.request_id) for room in self._context.rooms)
+        early = (early(load.request_id) for early in self._context.rooms.remote_before_hand_off)
         remote = load.remote or next(filter(None, early), None)
         geometry = self._context.geometry
         if remote is None or geometry is None:
@@ -434,8 +434,8 @@ class DecodeScheduler:
             is_computed = self._context.engine.recompute or load.is_optional
             self.claims.release_load(load, read=is_computed or load.end is End.ABORTED)
         else:
-            for room in self._context.rooms:
-                room.carry_out(load, effect, command)
+            for carry_out in self._context.rooms.carry_out:
+                carry_out(load, effect, command)
 
 
 def _beyond(load: Load, local: int) -> tuple[int, bool]:

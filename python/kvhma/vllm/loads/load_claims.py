@@ -89,7 +89,9 @@ class LoadClaims:
 
     def _worker_notifies(self, remote: PrefillParams | None) -> bool:
         """Return whether the worker itself notifies P after its read."""
-        must_hold = remote is not None and any(room.must_hold_until_reported(remote) for room in self._context.rooms)
+        must_hold = remote is not None and any(
+            must_hold(remote) for must_hold in self._context.rooms.must_hold_until_reported
+        )
         return self._context.engine.worker_releases and not must_hold
 
     def _read_outcome(self, remote: PrefillParams) -> Outcome:

@@ -36,8 +36,8 @@ class ReceivedParams:
                 )
         remote = self._signed(params, request.num_prompt_tokens)
         self.check_source(remote.address, remote.engine_id)
-        for room in self._context.rooms:
-            room.on_params_read(request, remote)
+        for on_params_read in self._context.rooms.on_params_read:
+            on_params_read(request, remote)
         return self.as_used(remote)
 
     def read_of_rejected(self, params: Mapping[str, Any]) -> PrefillParams:

@@ -13,7 +13,8 @@ What an option sends between the two processes is in the `extras` of
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -185,3 +186,24 @@ class WorkerDoor:
 
     def close(self, timeout: float) -> None:
         """Stop the option's threads. No more calls follow; the caches are still registered."""
+
+
+class Rooms(tuple[Any, ...]):
+    """The options of an engine, and for each call of their door a tuple of the methods that override it.
+
+    So a call that no option overrides costs an empty loop.
+    """
+
+    def __new__(cls, door: type, rooms: Iterable[Any] = ()) -> Rooms:
+        """Take the options; `door` is their class here."""
+        made = super().__new__(cls, rooms)
+        for name, default in vars(door).items():
+            if inspect.isfunction(default):
+                overriding = [room for room in made if getattr(type(room), name) is not default]
+                vars(made)[name] = tuple(getattr(room, name) for room in overriding)
+        return made
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> tuple[Callable[..., Any], ...]:
+            """Return the methods that override a call."""

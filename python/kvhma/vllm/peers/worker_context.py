@@ -11,7 +11,7 @@ from kvhma.vllm.config.identity import ModelIdentity
 from kvhma.vllm.config.rooms import WITHOUT_SETTING
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.device.cache_device import HOST, CacheDevice
-from kvhma.vllm.options.doors import WorkerDoor
+from kvhma.vllm.options.doors import Rooms, WorkerDoor
 from kvhma.vllm.wire.lease_board import LeaseBoard
 from kvhma.vllm.wire.proofs import ProofKey
 from kvhma.vllm.wire.secrets import Secrets
@@ -51,4 +51,4 @@ class WorkerContext:
     cp_tp_size: int = 1
     board: LeaseBoard | None = None
     options: tuple[str, ...] = WITHOUT_SETTING
-    rooms: tuple[WorkerDoor, ...] = ()
+    rooms: Rooms = field(default_factory=lambda: Rooms(WorkerDoor))

@@ -28,7 +28,7 @@ class ReadMetrics:
         self._rank = str(context.rank)
         """The label under which transfers are counted."""
         self._stats = stats
-        self._rooms = context.rooms
+        self._on_read_reported = context.rooms.on_read_reported
         self._group_labels = [f"{index} {group.kind}" for index, group in enumerate(context.geometry.groups)]
         self.block_bytes = [0] * len(self._group_labels)
         for layer in context.geometry.layers:
@@ -36,8 +36,8 @@ class ReadMetrics:
 
     def measure(self, read: ActiveRead) -> None:
         """Measure a read that was reported."""
-        for room in self._rooms:
-            room.on_read_reported(read)
+        for on_read_reported in self._on_read_reported:
+            on_read_reported(read)
         if read.error is None and read.transfer is not None:
             self._count(read, read.transfer)
 

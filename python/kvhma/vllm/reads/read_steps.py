@@ -83,8 +83,8 @@ class ReadSteps:
         with errors_fail(read):
             self._clean_up(read)
         with errors_fail(read):
-            for room in self._context.rooms if read.error is None else ():
-                yield from room.judge(read)
+            for judge in self._context.rooms.judge if read.error is None else ():
+                yield from judge(read)
         read.state = ReadState.REPORTING
 
     def _read(self, read: ActiveRead) -> Iterator[None]:
@@ -111,8 +111,8 @@ class ReadSteps:
             yield from _prove(read)
         read.launched = self._memory.copy_in(required(read.places), read.command.spans, read.after)
         yield from wait_in(read, ReadState.COPYING, _device_ended)
-        for room in self._context.rooms:
-            yield from room.inspect(read)
+        for inspect in self._context.rooms.inspect:
+            yield from inspect(read)
 
     def _take_places(self, read: ActiveRead) -> bool:
         read.places = self._memory.take_places(read.command.spans)
