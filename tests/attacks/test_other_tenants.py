@@ -4,9 +4,6 @@
 Every block that a request attends to must hold the labels of the request's tokens; else the engine raises a violation.
 """
 
-import copy
-import hashlib
-import json
 import random
 
 import pytest
@@ -16,6 +13,7 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 from kvhma.vllm.holds import lease_table
 from support.cache.engine import Engine, EngineShape, Violation
 from support.cache.labels import GroupShape
+from support.params import text_of, with_fields
 
 REMOTE = {"do_remote_decode": True}
 GROUPS = (GroupShape("0.full", "full", 4), GroupShape("1.sliding", "sliding", 4, 5))
@@ -43,13 +41,7 @@ def prefill(p, name, tokens):
 
 def forge(own, victim):
     """Parameters of an attacker's request with another request's blocks, and a digest that is right for them."""
-    forged = copy.deepcopy(own)
-    mine = forged["kvhma"]
-    mine["spans"] = victim["kvhma"]["spans"]
-    fields = [mine["version"], own["remote_engine_id"], int(mine["instance"], 16), own["remote_request_id"]]
-    fields += [int(mine["generation"], 16), mine["lease"], mine["tokens"], mine["prompt"], mine["spans"]]
-    mine["digest"] = hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
-    return forged
+    return with_fields(own, spans=text_of(victim)["spans"])
 
 
 def test_another_requests_blocks(caplog):

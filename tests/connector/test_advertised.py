@@ -19,6 +19,7 @@ from kvhma.vllm.wire.params import Address
 from kvhma.vllm.wire.secrets import Secrets
 from support.engines.engine import free_port
 from support.listening import hostile, pass_on
+from support.params import text_of
 from support.schedulers import request, scheduler, tables, tickets_of
 from support.waiting import until
 
@@ -89,7 +90,7 @@ def test_an_engine_behind_a_mapping_is_reached_through_it(host):
         assert (params["remote_host"], params["remote_port"]) == outside
         with Client(outside, 5, Secrets()) as client:
             info = client.ask(AskEngineInfo(PROTOCOL), EngineInfo)
-        assert info.incarnation_id.hex() == params["kvhma"]["instance"]
+        assert int.from_bytes(info.incarnation_id, "big") == text_of(params)["instance"]
         assert info.advertised == outside
 
 

@@ -19,6 +19,7 @@ from kvhma.vllm.options.next_turns.scheduler import Room
 from support.cache.engine import Engine, EngineShape, Violation
 from support.cache.labels import GroupShape
 from support.leases import Clock
+from support.params import text_of, with_fields
 
 NEW = {"do_remote_decode": True, "do_remote_prefill": False}
 SIZE = 16
@@ -292,7 +293,7 @@ def test_a_state_that_is_written_is_nobodys_to_read(make, kinds):
     chat = make(kinds, d={"overlapped": True})
     request, params = chat.stop_early()
     assert request.num_in_flight_tokens == 1
-    leases, tokens = chat.d.kvhma.context.leases, params["kvhma"]["tokens"]
+    leases, tokens = chat.d.kvhma.context.leases, text_of(params)["tokens"]
     if kinds.endswith("state"):
         assert (len(leases), tokens) == (0, request.num_tokens)
         # A reader that asks too early computes.
@@ -438,7 +439,7 @@ def test_a_turn_names_no_block_that_a_load_has_not_filled(make, monkeypatch):
     chat = make("full+sliding", p=windows(16), d=windows(64))
     for length in range(200, 264, 7):
         _, params = chat.turn(chat.words(length))
-        named = params and params["kvhma"]["spans"]
+        named = params and text_of(params)["spans"]
         assert not named or all(64 * named[group][0] >= token for group, token in loaded[-1].items())
     assert any(loaded), "the first block of a window was filled in part"
 
@@ -484,6 +485,7 @@ def test_whatever_a_client_says_of_an_answer_p_computes(make):
     prompt = said + chat.words(10)
     told = [{**params, "kvhma": value} for value in WRONG]
     told += [{**params, "kvhma": {**params["kvhma"], key: value}} for key in params["kvhma"] for value in WRONG]
+    told += [with_fields(params, **{field: value}) for field in text_of(params) for value in WRONG]
     keys = set(params) - {"kvhma", "do_remote_decode", "do_remote_prefill"}
     told += [{**params, key: value} for key in sorted(keys) for value in WRONG]
     for number, one in enumerate(told):

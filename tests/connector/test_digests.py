@@ -52,6 +52,7 @@ from support.boards import board_of
 from support.engines.engine import free_port
 from support.identity import IDENTITY
 from support.pairs import heads, latent, rank, state
+from support.params import text_of
 from support.schedulers import STEP, manager, request
 from support.waiting import until
 
@@ -304,7 +305,7 @@ def test_a_load_that_differed_is_read_again(engines: Any) -> None:
 def test_nothing_is_compared_where_one_side_does_not_want_it(engines: Any, of_p: Any, of_d: Any) -> None:
     p, d = engines(2, content_digests=of_p), engines(1, content_digests=of_d)
     params = prefill(p)
-    assert ("content" in params["kvhma"]) is (of_p == "all")
+    assert ("content" in text_of(params)) is (of_p == "all")
     assert loads(d, params, p)
     assert not {"content_digests", "digest_tokens"} & d.stats().keys()
     all_released(p, d)
@@ -312,7 +313,7 @@ def test_nothing_is_compared_where_one_side_does_not_want_it(engines: Any, of_p:
 
 def test_a_share_of_the_requests(engines: Any) -> None:
     p = engines(1, content_digests=0.25)
-    chosen = sum("content" in prefill(p, f"{number}")["kvhma"] for number in range(200))
+    chosen = sum("content" in text_of(prefill(p, f"{number}")) for number in range(200))
     assert 20 < chosen < 90
 
 

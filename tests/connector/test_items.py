@@ -23,6 +23,7 @@ from kvhma.errors import SettingsError
 from kvhma.vllm.config.engine_config import check_items
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.options.doors import Rooms, SchedulerDoor
+from support.params import with_fields
 from support.schedulers import STEP, blocks, output, scheduler, tables, tickets_of
 from support.waiting import until
 
@@ -257,8 +258,9 @@ def test_who_computes_what_fails_takes_over_nothing(p):
     ],
 )
 def test_items_that_somebody_has_made_up(p, d, items):
-    params = handed_over(p, feature())
-    params["kvhma"]["items"] = items
+    params = with_fields(handed_over(p, feature()), items=items)
+    if items == [[DOG, "image", 20, 24, SHAPE]]:  # right in form, so only the digest shows it
+        params["kvhma"]["digest"] = handed_over(p, feature())["kvhma"]["digest"]
     request = asked("r", params, feature("a placeholder"))
     before = list(request.block_hashes)
     d.on_request_added(request)

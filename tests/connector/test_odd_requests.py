@@ -19,6 +19,7 @@ from kvhma.vllm.options.staging.scheduler import Room as Staging
 from kvhma.vllm.options.staging.slots import NAME, SlotRanges
 from support.cache.engine import Engine, EngineShape
 from support.cache.labels import GroupShape
+from support.params import text_of
 from support.schedulers import blocks
 from support.waiting import until
 
@@ -106,7 +107,7 @@ def test_blocks_of_a_request_that_was_preempted_are_copied_again(stage):
     assert copied[0].ids[0] == after[0][0]
     asked.num_computed_tokens = 40
     params = p.on_request_finished(asked, after)
-    named = [text for _, text in params["kvhma"]["spans"]]
+    named = [text for _, text in text_of(params)["spans"]]
     assert [ids_to_text(span.ids) for span in slots] == named
 
 

@@ -13,6 +13,7 @@ from kvhma._kvhma import ids_to_text, text_to_ids
 from kvhma.errors import KvhmaError, OtherPromptError, RequestError
 from kvhma.vllm.wire.params import Address, Item, LeaseClaim, LeaseKey, PrefillParams, Prefix
 from kvhma.vllm.wire.secrets import Secrets
+from support.params import text_of, with_fields, with_text
 
 REMOTE = PrefillParams(
     address=Address("prefill-0", 5600),
@@ -34,7 +35,7 @@ SECRET = Secrets([b"a secret of the two of them"])
 
 def written(remote=REMOTE, secrets=NO_SECRET):
     """As a proxy forwards them."""
-    return json.loads(json.dumps(remote.to_params(secrets, pp_size=1)[0]))
+    return json.loads(json.dumps(remote.to_params(secrets)[0]))
 
 
 def read(found, tokens=301, secrets=NO_SECRET):
@@ -110,7 +111,8 @@ def test_every_address_of_a_machine_is_nowhere(host):
 
 
 REQUIRED = ["remote_engine_id", "remote_request_id", "remote_host", "remote_port", "kvhma"]
-OWN = ["version", "instance", "generation", "lease", "tokens", "prompt", "signed", "digest", "spans"]
+OWN = ["signed", "digest", "text"]
+FIELDS = ["version", "spans", "engine_id", "instance", "lease_key", "lease", "tokens", "prompt"]
 WRONG = [None, "", 7, -1, 1.5, True, [], {}, "x" * 1000, [1], {"a": 1}, 10**400, float("nan"), float("inf"), "a\nb"]
 
 
@@ -131,11 +133,10 @@ def test_more_tokens_than_the_prompt_has_are_of_another_prompt():
         read(params(), 40)
 
 
-def test_a_version_that_hashed_tokens_only_is_refused():
-    old = params()
-    old["kvhma"]["version"] = 1
-    with pytest.raises(RequestError, match=r"kvhma.version is 1, expected an integer in 3\.\.3"):
-        read(old)
+def test_another_version_is_refused():
+    for version, expected in ((1, ">= 4"), (5, "<= 4")):
+        with pytest.raises(RequestError, match=f"kvhma.version is {version}, expected `int` {expected}"):
+            read(with_fields(params(), version=version, more=1))
 
 
 @pytest.mark.parametrize("key", REQUIRED)
@@ -152,6 +153,14 @@ def test_a_missing_own_key_is_named(key):
     del broken["kvhma"][key]
     with pytest.raises(RequestError, match=f"kvhma.{key}"):
         read(broken)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_missing_field_of_the_text_is_named(field):
+    fields = text_of(params())
+    del fields[field]
+    with pytest.raises(RequestError, match=f"kvhma.{field} is None, object missing required field"):
+        read(with_text(params(), fields))
 
 
 def refusal(broken):
@@ -178,18 +187,81 @@ SPANS = [[[0, "1-9"]] * 300, [[0]], [["0", "1"]], [[-1, "1"]], [[0, 1]]]
 def test_any_value_of_any_own_key(key, value):
     broken = params()
     broken["kvhma"][key] = value
+    if (key, value) == ("signed", False):
+        return
     text = refusal(broken)
     # The digest finds every change that the other checks miss.
     assert text is not None
-    assert f"kvhma.{key}" in text or "block ids" in text or "kvhma.digest" in text
+    assert f"kvhma.{key}" in text or "kvhma.digest" in text
     assert len(text) < 400
+    assert text.isprintable()
 
 
-def test_numbers_that_another_json_library_writes_otherwise():
-    told = params()
-    assert isinstance(told["kvhma"]["lease"], float)
-    told["kvhma"]["lease"] = int(told["kvhma"]["lease"])
-    assert read(told)._replace(digest=b"") == REMOTE
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("value", [*WRONG, *SPANS, "a\x00", "\ud800"], ids=lambda value: ascii(value)[:20])
+def test_any_value_of_any_field_of_the_text(field, value):
+    """Without a secret any client can make the digest of such a text."""
+    fields = text_of(params())
+    fields[field] = value
+    text = refusal(with_text(params(), fields))
+    if (field, value) in (("lease", 7), ("lease", 1.5), ("instance", 7), ("tokens", 7)):
+        return  # another value, and a right one
+    assert text is not None
+    assert f"kvhma.{field}" in text or "kvhma.text" in text or "block ids" in text
+    assert len(text) < 400
+    assert text.isprintable()
+
+
+TEXT = written()["kvhma"]["text"]
+TEXTS = [
+    "",
+    "null",
+    "[]",
+    "{",
+    "{}",
+    TEXT[:-1],
+    TEXT + " ",
+    TEXT + TEXT,
+    TEXT.replace(",", ", ", 1),
+    TEXT.replace('"tokens":300', '"tokens":300,"tokens":300'),
+    TEXT.replace('"tokens":300', '"tokens":299,"tokens":300'),
+    TEXT.replace('"tokens":300', '"tokens":300.0'),
+    TEXT.replace('"tokens":300', '"tokens":3e2'),
+    TEXT.replace('"tokens":300', '"tokens":1' + "0" * 5000),
+    TEXT.replace('"lease":30.0', '"lease":30'),
+    TEXT.replace('"lease":30.0', '"lease":1e400'),
+    TEXT.replace('"lease":30.0', '"lease":NaN'),
+    TEXT.replace('"lease":30.0', '"lease":-Infinity'),
+    TEXT.replace('"tp_size":2', '"tp_size":2,"epoch":0'),
+    TEXT.replace('"tp_size":2', '"tp_size":2,"items":[]'),
+    TEXT.replace('"tp_size":2', '"tp_size":2,"prefixes":null'),
+    TEXT.replace('"tp_size":2', '"tp_size":2,"more":1'),
+    TEXT.replace('"tp_size":2', '"tp_size":2,"\\u001b[2J\n":1'),
+    TEXT.replace('"engine_dp0"', '"engine\\u005fdp0"'),
+    TEXT.replace('"engine_dp0"', '"a\\nb"'),
+    TEXT.replace('"engine_dp0"', '"\\ud800"'),
+    TEXT.replace('"engine_dp0"', '"\ud800"'),
+    TEXT.replace('"spans":[', '"spans":' + "[" * 100_000),
+    '{"more":' * 100_000,
+    json.dumps(dict(reversed(json.loads(TEXT).items())), separators=(",", ":")),
+]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda text: ascii(text)[-20:])
+def test_there_is_one_text_for_each_value(text):
+    """Fields that are there twice, in another order or form, or not known: D refuses what P would not have written."""
+    assert text != TEXT
+    found = refusal(with_text(params(), text))
+    assert found is not None
+    assert "kvhma" in found
+    assert len(found) < 500
+    assert found.isprintable()
+
+
+def test_a_field_that_is_there_twice_is_named():
+    told = with_text(params(), TEXT.replace('"tokens":300', '"tokens":299,"tokens":300'))
+    with pytest.raises(RequestError, match=r"kvhma\.text is .* expected each field once"):
+        read(told)
 
 
 def with_floats(value):
@@ -200,42 +272,61 @@ def with_floats(value):
 @pytest.mark.parametrize("secrets", [NO_SECRET, SECRET], ids=["open", "secret"])
 def test_integers_that_come_back_as_floats(secrets):
     told = with_floats(written(secrets=secrets))
-    assert isinstance(told["kvhma"]["tokens"], float)
-    assert isinstance(told["kvhma"]["spans"][1][0], float)
+    assert isinstance(told["remote_port"], float)
+    assert isinstance(told["tp_size"], float)
     found = read(told, secrets=secrets)
     assert found._replace(digest=b"") == REMOTE
     assert all(type(number) is int for number in (found.num_tokens, found.address.port, found.spans[1].first))
     assert read(with_floats(answer(secrets=secrets)), secrets=secrets)._replace(digest=b"") == ANSWER
 
 
-INTEGERS = {
-    "remote_port": "remote_port",
-    "tp_size": "tp_size",
-    "pp_size": "pp_size",
-    "version": "kvhma.version",
-    "tokens": "kvhma.tokens",
-    "epoch": "kvhma.epoch",
-    "spans": "kvhma.spans.first",
-    "prefixes": "kvhma.prefixes.tokens",
-}
+NUMBERS = [387.5, 1e300, -3.0, True, False]
 
 
-@pytest.mark.parametrize("value", [387.5, float("nan"), float("inf"), -float("inf"), 1e300, -3.0, True, False], ids=str)
-@pytest.mark.parametrize("key", INTEGERS)
-def test_numbers_that_are_no_integers_are_refused_with_their_field(key, value):
-    told = answer(ANSWER._replace(epoch=1))
-    where = told if key in told else told["kvhma"]
-    where[key] = [[value, "0a" * 16 if key == "prefixes" else "1"]] if isinstance(where[key], list) else value
-    text = f"kv_transfer_params: {INTEGERS[key]} is {value}, expected an integer in"
-    with pytest.raises(RequestError, match=re.escape(text)):
-        read(told)
+@pytest.mark.parametrize("value", [*NUMBERS, float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("key", ["remote_port", "tp_size", "pp_size"])
+def test_numbers_that_are_no_integers_are_refused_with_their_key(key, value):
+    with pytest.raises(RequestError, match=re.escape(f"kv_transfer_params: {key} is {value}, expected `")):
+        read(params() | {key: value})
+
+
+@pytest.mark.parametrize("value", [*NUMBERS, None, "1", 10**20, -1], ids=str)
+@pytest.mark.parametrize(
+    "field", ["tokens", "epoch", "spans.0.0", "prefixes.0.0", "instance", "lease_key.1", "content"]
+)
+def test_numbers_that_are_no_integers_are_refused_with_their_field(field, value):
+    fields = text_of(answer(ANSWER._replace(epoch=1, content_seed=5)))
+    name, *path = field.split(".")
+    row = fields
+    for step in path:
+        row, name = row[name], int(step)
+    row[name] = value
+    if (field, value) == ("content", None):
+        return  # it has one text only, and this is another
+    with pytest.raises(RequestError, match=re.escape(f"kv_transfer_params: kvhma.{field} is {value!r}, ")):
+        read(with_text(answer(), fields))
 
 
 def test_the_parameters_of_two_requests_mixed_up():
     other = written(REMOTE._replace(lease_key=LeaseKey("cmpl-2", 8), prompt="f0" * 16))
-    mixed = params() | {"kvhma": other["kvhma"]}
-    with pytest.raises(RequestError, match=r"kvhma.digest is \w{32}, but not of these parameters: they were changed"):
+    with pytest.raises(
+        RequestError, match=r"remote_request_id is 'cmpl-1', but 'cmpl-2' in kvhma\.text: it was changed"
+    ):
+        read(params() | {"kvhma": other["kvhma"]})
+    mixed = params()
+    mixed["kvhma"]["text"] = other["kvhma"]["text"]
+    with pytest.raises(RequestError, match=r"kvhma.digest is '\w{32}', but not of kvhma.text: it was changed"):
         read(mixed)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("remote_engine_id", "other"), ("remote_request_id", "other"), ("tp_size", 3), ("pp_size", 2)]
+)
+@pytest.mark.parametrize("secrets", [NO_SECRET, SECRET], ids=["open", "secret"])
+def test_what_routers_read_is_never_trusted_unless_it_equals_the_text(key, value, secrets):
+    told = written(secrets=secrets)
+    with pytest.raises(RequestError, match=f"{key} is {value!r}, but {told[key]!r} in kvhma.text"):
+        read(told | {key: value}, secrets=secrets)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +343,8 @@ def test_the_parameters_of_two_requests_mixed_up():
         {"spans": (Span(1, REMOTE.spans[0].ids), *REMOTE.spans[1:])},
         {"spans": REMOTE.spans[::-1]},
         {"spans": REMOTE.spans[:2]},
+        {"tp_size": 3},
+        {"pp_size": 2},
     ],
     ids=str,
 )
@@ -273,10 +366,10 @@ def test_the_digest_sees_every_change(change):
 def test_what_is_optional_is_written_only_if_it_is_there_and_then_signed(more):
     remote = REMOTE._replace(**more)
     told = written(remote)
-    assert len(told["kvhma"]) == len(params()["kvhma"]) + 1
+    assert len(text_of(told)) == len(text_of(params())) + 1
     assert read(told)._replace(digest=b"") == remote
-    (added,) = told["kvhma"].keys() - params()["kvhma"]
-    del told["kvhma"][added]
+
+    told["kvhma"]["text"] = params()["kvhma"]["text"]
     with pytest.raises(RequestError, match=r"kvhma\.digest is"):
         read(told)
 
@@ -296,10 +389,8 @@ ITEMS = [
 
 @pytest.mark.parametrize("value", [*WRONG, *ITEMS], ids=lambda value: ascii(value)[:30])
 def test_items_that_are_none(value):
-    told = params()
-    told["kvhma"]["items"] = value
-    with pytest.raises(RequestError, match=r"kvhma\.items") as caught:
-        read(told)
+    with pytest.raises(RequestError, match=r"kvhma\.(items|text is)") as caught:
+        read(with_fields(params(), items=value))
     assert len(str(caught.value)) < 400
 
 
@@ -309,7 +400,7 @@ def test_the_digest_allows_other_addresses():
 
 
 def test_what_p_remembers_is_what_d_claims_with():
-    told, digest = REMOTE.to_params(SECRET, pp_size=1)
+    told, digest = REMOTE.to_params(SECRET)
     found = read(told, secrets=SECRET)
     assert found.claim(5) == LeaseClaim(REMOTE.lease_key, 5, digest)
     assert len(digest) == 16
@@ -334,7 +425,7 @@ def test_with_a_secret_only_an_engine_can():
     right = written(secrets=SECRET)
     assert read(right, secrets=SECRET)._replace(digest=b"") == REMOTE
     mine = right | {"kvhma": forged(NO_SECRET)["kvhma"] | {"signed": True}}
-    with pytest.raises(RequestError, match=r"P's secret does not match any of ours, or they were changed on the way"):
+    with pytest.raises(RequestError, match=r"P's secret does not match any of ours, or it was changed on the way"):
         read(mine, secrets=SECRET)
     with pytest.raises(RequestError, match="P's secret does not match any of ours"):
         read(forged(Secrets([b"a secret that I have made up"])), secrets=SECRET)
@@ -343,8 +434,8 @@ def test_with_a_secret_only_an_engine_can():
 @pytest.mark.parametrize(
     ("p", "d", "text"),
     [
-        (SECRET, NO_SECRET, "kvhma.signed is True: P has a secret, this engine has none"),
-        (NO_SECRET, SECRET, "kvhma.signed is False: this engine has a secret, P has none"),
+        (SECRET, NO_SECRET, "kvhma.signed is True, P has a secret, this engine has none"),
+        (NO_SECRET, SECRET, "kvhma.signed is False, this engine has a secret, P has none"),
     ],
     ids=["only P", "only D"],
 )
@@ -368,7 +459,7 @@ def test_parameters_that_were_written_before_the_secret_changed():
 
 
 def test_no_secret_is_in_what_is_handed_out():
-    text = json.dumps(REMOTE.to_params(SECRET, pp_size=1)[0])
+    text = json.dumps(REMOTE.to_params(SECRET)[0])
     assert "a secret" not in text
     assert b"a secret".hex() not in text
 
@@ -379,7 +470,7 @@ ANSWER = REMOTE._replace(prefixes=(Prefix(64, "0a" * 16), Prefix(200, "0b" * 16)
 
 
 def answer(remote=ANSWER, secrets=NO_SECRET):
-    return json.loads(json.dumps(remote.to_params(secrets, pp_size=1, next_turn=True)[0]))
+    return json.loads(json.dumps(remote.to_params(secrets, next_turn=True)[0]))
 
 
 def test_an_answer_comes_back_as_it_was():
@@ -402,13 +493,15 @@ def test_an_answer_comes_back_as_it_was():
     ],
 )
 def test_nobody_says_of_other_parts_of_an_answer_that_they_may_be_read(prefixes):
-    told = answer()
+    told, fields = answer(), text_of(answer())
     if prefixes is None:
-        del told["kvhma"]["prefixes"]
+        del fields["prefixes"]
     else:
-        told["kvhma"]["prefixes"] = prefixes
-    with pytest.raises(RequestError, match=r"kvhma\.digest is \w{32}"):
-        read(told)
+        fields["prefixes"] = prefixes
+    changed = with_text(told, fields)
+    changed["kvhma"]["digest"] = told["kvhma"]["digest"]
+    with pytest.raises(RequestError, match=r"kvhma\.digest is '\w{32}'"):
+        read(changed)
 
 
 PREFIXES = [
@@ -430,9 +523,7 @@ PREFIXES = [
 
 @pytest.mark.parametrize("value", [*WRONG, *PREFIXES], ids=lambda value: ascii(value)[:20])
 def test_parts_of_an_answer_that_are_none(value):
-    told = answer()
-    told["kvhma"]["prefixes"] = value
-    with pytest.raises(RequestError, match=r"kvhma\.prefixes") as caught:
-        read(told)
+    with pytest.raises(RequestError, match=r"kvhma\.(prefixes|text is)") as caught:
+        read(with_fields(answer(), prefixes=value))
     assert len(str(caught.value)) < 400
     assert str(caught.value).isprintable()

@@ -19,6 +19,7 @@ from kvhma.vllm.peers.client import Client
 from kvhma.vllm.wire.messages import PROTOCOL, AskEngineInfo, EngineInfo
 from kvhma.vllm.wire.secrets import Secrets
 from support.leases import Clock
+from support.params import text_of
 from support.schedulers import BUSY, STEP, kept, scheduler, tickets_of
 from support.waiting import until
 
@@ -42,7 +43,7 @@ def reset(engine, *, reset_connector=True):
 
 
 def instance(params):
-    return json.loads(json.dumps(params))["kvhma"]["instance"]
+    return f"{text_of(json.loads(json.dumps(params)))['instance']:016x}"
 
 
 def test_a_reset_with_the_connector_ends_leases_first(chat):

@@ -10,6 +10,7 @@ from kvhma.vllm.prompts import prompt_digests
 from kvhma.vllm.prompts.prompt import prompt_digest
 from kvhma.vllm.prompts.prompt_digests import PromptDigests
 from kvhma.vllm.wire.messages import Outcome
+from support.params import text_of
 from support.schedulers import BUSY, blocks, request, scheduler, tables
 from support.waiting import until
 
@@ -163,7 +164,7 @@ def test_p_begins_when_a_request_comes(p, go_on, end):
         assert params is None
     else:
         tokens = asked.num_computed_tokens
-        assert params["kvhma"]["prompt"] == prompt_digest(asked, tokens)
+        assert text_of(params)["prompt"] == prompt_digest(asked, tokens)
     assert p.context.prompts._begun == {}
 
 

@@ -2,7 +2,6 @@
 """The connector's scheduler alone: its messages to vLLM, its workers and other engines, in any order of events."""
 
 import contextlib
-import hashlib
 import json
 import socket
 import time
@@ -27,6 +26,7 @@ from kvhma.vllm.wire.params import PrefillParams
 from kvhma.vllm.wire.secrets import Secrets
 from support.engines.engine import free_port
 from support.leases import Clock
+from support.params import text_of, with_fields
 from support.schedulers import (
     BUSY,
     STEP,
@@ -421,7 +421,7 @@ def test_what_vllm_rejected_for_its_parameters_reaches_nobody(p, d, monkeypatch,
 
 def test_parameters_that_were_changed_are_refused_and_p_does_not_hear_of_it(p, d, monkeypatch):
     said, params = messages_of(d, monkeypatch), finished_at(p)
-    params["kvhma"]["spans"][0][1] = "77"
+    params["kvhma"]["text"] = with_fields(params, spans=[[0, "77"]])["kvhma"]["text"]
     assert "kvhma.digest" in failure_of(d, added(d, params)).text
     assert said == []
     assert len(p.context.leases) == 1
@@ -495,7 +495,7 @@ def test_p_that_went_one_token_too_far(make, has_state):
     p.on_request_added(asked)
     assert asked.num_prompt_tokens == 40
     params = json.loads(json.dumps(p.on_request_finished(asked, tables(p))))
-    assert params["kvhma"]["tokens"] == (40 if has_state else 39)
+    assert text_of(params)["tokens"] == (40 if has_state else 39)
     at_d = added(d, params)
     if has_state:
         assert reason_of(d, at_d) == "state_ahead"
@@ -627,20 +627,7 @@ def test_requests_that_are_claimed_stay_however_many_there_are(p, d):
 
 def forged(own, victim):
     """Parameters of an attacker's request with another request's blocks, and a digest that is right for them."""
-    spans = [[first, text] for first, text in victim["kvhma"]["spans"]]
-    mixed = own | {"kvhma": own["kvhma"] | {"spans": spans}}
-    remote = PrefillParams.from_params(
-        mixed | {"kvhma": mixed["kvhma"] | {"digest": digest_of(mixed)}}, Secrets(), num_prompt_tokens=40
-    )
-    return json.loads(json.dumps(remote.to_params(Secrets(), pp_size=1)[0]))
-
-
-def digest_of(params):
-    """The digest of parameters as they are: it has no key, so any client can compute it."""
-    own = params["kvhma"]
-    fields = [own["version"], params["remote_engine_id"], int(own["instance"], 16), params["remote_request_id"]]
-    fields += [int(own["generation"], 16), own["lease"], own["tokens"], own["prompt"], own["spans"]]
-    return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
+    return with_fields(own, spans=text_of(victim)["spans"])
 
 
 def test_blocks_of_another_request_are_not_read_with_the_parameters_of_ones_own(p, d, caplog):
@@ -649,7 +636,7 @@ def test_blocks_of_another_request_are_not_read_with_the_parameters_of_ones_own(
     theirs = finished_at(p, "victim", start=300)
     mine = finished_at(p)
     params = forged(mine, theirs)
-    assert params["kvhma"]["spans"] == theirs["kvhma"]["spans"]
+    assert text_of(params)["spans"] == text_of(theirs)["spans"]
     claim = PrefillParams.from_params(params, Secrets(), num_prompt_tokens=40).claim(reader=7)
     with contextlib.closing(Client(p.context.engine.address, 2.0, Secrets())) as client:
         assert client.ask(Renew([write_claim(claim)]), Leases).states == [LeaseState.OTHER]

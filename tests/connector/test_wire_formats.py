@@ -236,19 +236,15 @@ def test_parameters_of_a_request():
         "dcp_size": 1,
         "transfer_mode": "pull",
         "kvhma": {
-            "version": 3,
-            "instance": "0123456789abcdef",
-            "generation": "0000000000000007",
-            "lease": 30.0,
-            "tokens": 300,
-            "prompt": "0f" * 16,
             "signed": False,
-            # By `b2sum -l 128` of the fields in JSON.
-            "digest": "3a649299a7152c81ae1114b970d79bb5",
-            "spans": [[0, "10-7,30-32"], [5, "4"], [0, ""]],
+            # By `b2sum -l 128` of the text.
+            "digest": "1dbd1bd9d05fbbd01eb6a00b1aa8060b",
+            "text": '{"version":4,"spans":[[0,"10-7,30-32"],[5,"4"],[0,""]],"engine_id":"engine_dp0",'
+            '"instance":81985529216486895,"lease_key":["cmpl-1",7],"lease":30.0,"tokens":300,'
+            '"prompt":"0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f","tp_size":2,"pp_size":1}',
         },
     }
-    params, digest = told.to_params(Secrets(), pp_size=1)
+    params, digest = told.to_params(Secrets())
     assert json.dumps(params) == json.dumps(recorded)
     assert digest.hex() == recorded["kvhma"]["digest"]
     read = PrefillParams.from_params(recorded, Secrets(), num_prompt_tokens=300)

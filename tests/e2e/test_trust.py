@@ -36,7 +36,7 @@ def test_engines_with_a_secret(zygote: Zygote, model: Models, tmp_path: Path) ->
         (theirs, mine), (victim, own) = two_held(p, name, "secret")
         expected = without.generate(theirs, max_tokens=16).result()
         # An attacker's request, with another request's blocks.
-        forged = own | {"kvhma": own["kvhma"] | {"spans": victim["kvhma"]["spans"]}}
+        forged = own | {"kvhma": own["kvhma"] | {"text": victim["kvhma"]["text"]}}
         for engine, params, text in (
             (d, forged, "kvhma.digest is"),
             (without, victim, "this engine has none"),

@@ -115,8 +115,9 @@ class PrefillHost:
                 prompt="0" * 32,
                 spans=tuple(spans),
                 tp_size=self._ranks,
+                pp_size=1,
             )
-            params, digest = remote.to_params(self.secrets, pp_size=1)
+            params, digest = remote.to_params(self.secrets)
             self.leases[index].hold(remote.lease_key, digest, [block for span in spans for block in span.ids])
             found.append(params)
         return found

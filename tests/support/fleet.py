@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestServer
 
 from kvhma import proxy
 
-PARAMS = {"do_remote_prefill": True, "remote_host": "p", "remote_port": 5600, "kvhma": {"version": 3}}
+PARAMS = {"do_remote_prefill": True, "remote_host": "p", "remote_port": 5600, "kvhma": {"text": "{}"}}
 
 
 class Engine:

@@ -188,8 +188,7 @@ class PrefillScheduler:
         self._shortened.discard(request.request_id)
         if remote is None or geometry is None or manager is None:
             return None
-        engine = self._context.engine
-        params, digest = remote.to_params(self._context.secrets, pp_size=engine.pp_size, dcp_size=engine.dcp_size)
+        params, digest = remote.to_params(self._context.secrets, dcp_size=self._context.engine.dcp_size)
         # All blocks of the request, also of groups that are not transferred.
         self._context.leases.hold(
             remote.lease_key, digest, hold_blocks(manager.block_pool, tables, geometry.null_block)
@@ -227,6 +226,7 @@ class PrefillScheduler:
             prompt=self._context.prompts.take_digest(request, tokens),
             spans=tuple(spans),
             tp_size=engine.ranks_of_stage,
+            pp_size=engine.pp_size,
         )
 
     def discard_request(self, request_id: str) -> None:

@@ -14,10 +14,6 @@ from kvhma.vllm.wire.params import Address, PrefillParams, leads_back
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
-_MIN_LEASE_SECONDS = 1.0
-_MAX_LEASE_SECONDS = 3600.0
-"""Bounds of a lease's length: an untrusted client may have written the parameters."""
-
 
 class ReceivedParams:
     """Reads the parameters of requests. All methods raise a `KvhmaError` that says what is refused."""
@@ -51,13 +47,12 @@ class ReceivedParams:
         return self.as_used(self._signed(params, num_prompt_tokens))
 
     def check_optional(self, remote: PrefillParams) -> PrefillParams:
-        """Return parameters that an option has read, with a lease within bounds."""
+        """Return parameters that an option has read."""
         self.check_source(remote.address, remote.engine_id)
-        return _bounded(remote)
+        return remote
 
     def as_used(self, remote: PrefillParams) -> PrefillParams:
-        """Return parameters as D uses them: a lease within bounds, no items."""
-        remote = _bounded(remote)
+        """Return parameters as D uses them: no items."""
         return remote._replace(items=()) if remote.items else remote
 
     def _signed(self, params: Mapping[str, Any], num_prompt_tokens: int | None) -> PrefillParams:
@@ -84,9 +79,3 @@ def check_one_way(params: Mapping[str, Any]) -> None:
     """
     if params.get("do_remote_decode"):
         raise RequestError("kv_transfer_params: do_remote_prefill and do_remote_decode are both set")
-
-
-def _bounded(remote: PrefillParams) -> PrefillParams:
-    """Return the parameters with a lease within bounds."""
-    lease = min(max(remote.lease, _MIN_LEASE_SECONDS), _MAX_LEASE_SECONDS)
-    return remote if lease == remote.lease else remote._replace(lease=lease)

@@ -1,46 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """``kv_transfer_params``: what P sends D about a request through a proxy, and the only code that reads it.
 
-The keys are upstream's, so existing proxies work unchanged; our own keys are in the ``kvhma`` dictionary beside them.
-Block ids are ranges of text there, ``"7-12,30,9-8"``; ``remote_block_ids`` has an empty list for each group.
+The keys are upstream's, so existing proxies work unchanged; ``kvhma`` is the only key of our own::
+
+    remote_engine_id, remote_request_id, ...    for routers; D refuses them unless they equal the text
+    remote_host, remote_port                    a proxy may change them: each network has its names
+    kvhma: signed, digest, text                 what D trusts is in the text, and the digest covers its bytes
+
+The text is JSON, so a router that writes JSON in another way does not change it. Block ids are ranges there,
+``"7-12,30,9-8"``; ``remote_block_ids`` has an empty list for each group.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import os
 import re
 import socket
 from collections.abc import Mapping
 from functools import lru_cache
+from itertools import pairwise
 from operator import attrgetter
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from kvhma._kvhma import ids_to_text, text_to_ids
 from kvhma.errors import OtherPromptError, RequestError
 from kvhma.geometry import Span
-from kvhma.text import quote
+from kvhma.text import one_line, quote
 from kvhma.vllm.wire.secrets import Secrets
-from kvhma.vllm.wire.values import (
-    FLAG,
-    HEX_DIGITS,
-    INLINE,
-    NAME,
-    RANDOM_ID,
-    SECONDS,
-    STRING,
-    Key,
-    integer,
-    keys_of,
-    read_value,
-    read_values,
-    rows,
-)
 
-VERSION = 3
-"""Version of the ``kvhma`` dictionary."""
+F = TypeVar("F")
+
+VERSION = 4
+"""Version of the text."""
 
 DIFFERS = (
     "does its chat template write the date? Then give D the prompt_token_ids of P in kv_transfer_params, or both "
@@ -49,22 +45,28 @@ DIFFERS = (
 )
 """Why one request may be another prompt at D, and what to do."""
 
-_MAX_ID = (1 << 31) - 1
-
-_MAX_TOKENS = 1 << 40
 _MAX_GROUPS = 256
-_MAX_RANKS = 1 << 16
-_MAX_PREFIXES = 64
-_MAX_ITEMS = 4096
 _BLOCKS_PER_TOKEN = 4
 """Most blocks of all groups for each token: a few groups may have blocks of one token."""
+
+_MIN_LEASE_SECONDS = 1.0
+_MAX_LEASE_SECONDS = 3600.0
+"""Bounds of a lease's length: an untrusted client may have written the parameters."""
+
+_Name = Annotated[str, Meta(min_length=1, max_length=512)]
+_RandomId = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Hex128 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+_Tokens = Annotated[int, Meta(ge=1, le=1 << 40)]
+_Ranks = Annotated[int, Meta(ge=1, le=65535)]
+_Whole = Annotated[int, Meta(ge=1, le=65535)] | Annotated[float, Meta(ge=1, le=65535, multiple_of=1)]
+"""Routers may write 5600.0: protobuf's Struct and Lua only have floats."""
 
 
 class Address(NamedTuple):
     """Where the scheduler of an engine listens, or where other engines reach it."""
 
-    host: Annotated[str, Key("remote_host", NAME)]
-    port: Annotated[int, Key("remote_port", integer(1, 65535))]
+    host: str
+    port: int
 
     @property
     def is_wildcard(self) -> bool:
@@ -127,8 +129,8 @@ class LeaseKey(NamedTuple):
         generation: random number, which tells requests with the same id apart.
     """
 
-    request_id: Annotated[str, Key("remote_request_id", NAME)]
-    generation: Annotated[int, Key("kvhma.generation", RANDOM_ID)]
+    request_id: _Name
+    generation: _RandomId
 
 
 class LeaseClaim(NamedTuple):
@@ -153,8 +155,8 @@ class Prefix(NamedTuple):
         digest: of these tokens, see :func:`kvhma.vllm.prompts.prompt.prefix_digests`.
     """
 
-    num_tokens: Annotated[int, Key("tokens", integer(1, _MAX_TOKENS))]
-    digest: Annotated[str, Key("digest", HEX_DIGITS)]
+    num_tokens: _Tokens
+    digest: Hex128
 
 
 class Item(NamedTuple):
@@ -168,61 +170,119 @@ class Item(NamedTuple):
         shape: digest of what token positions may depend on, for example a grid of patches; 32 zeros if unknown.
     """
 
-    identifier: Annotated[str, Key("identifier", NAME)]
-    modality: Annotated[str, Key("modality", NAME)]
-    offset: Annotated[int, Key("offset", integer(0, _MAX_TOKENS))]
-    length: Annotated[int, Key("length", integer(1, _MAX_TOKENS))]
-    shape: Annotated[str, Key("shape", HEX_DIGITS)] = "0" * 32
+    identifier: _Name
+    modality: _Name
+    offset: Annotated[int, Meta(ge=0, le=1 << 40)]
+    length: _Tokens
+    shape: Hex128 = "0" * 32
 
 
-class _WrittenSpan(NamedTuple):
-    """A span with its ids as text, which is read only once the digest is known to be right."""
+_SHORT = {"incarnation_id": "instance", "num_tokens": "tokens", "content_seed": "content"}
 
-    first: Annotated[int, Key("first", integer(0, _MAX_ID))]
-    ids: Annotated[str, Key("ids", STRING)]
+
+class _Text(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, rename=_SHORT):
+    """What P signs: the fields of :class:`PrefillParams`. A default value is not written."""
+
+    version: Annotated[int, Meta(ge=VERSION, le=VERSION)]
+    spans: Annotated[
+        list[tuple[Annotated[int, Meta(ge=0, le=(1 << 31) - 1)], str]], Meta(min_length=1, max_length=_MAX_GROUPS)
+    ]
+    engine_id: _Name
+    incarnation_id: _RandomId
+    lease_key: LeaseKey
+    lease: Annotated[float, Meta(ge=0.1, le=1e9)]
+    num_tokens: _Tokens
+    prompt: Hex128
+    tp_size: _Ranks | None = None
+    pp_size: _Ranks | None = None
+    prefixes: Annotated[tuple[Prefix, ...], Meta(min_length=1, max_length=64)] = ()
+    epoch: _Tokens = 0
+    content_seed: _RandomId | None = None
+    items: Annotated[tuple[Item, ...], Meta(min_length=1, max_length=4096)] = ()
+
+
+class _Proof(msgspec.Struct):
+    """The ``kvhma`` dictionary."""
+
+    signed: bool
+    digest: Hex128
+    text: str
+
+
+class _Source(msgspec.Struct):
+    """Keys of P's address."""
+
+    remote_host: _Name
+    remote_port: _Whole
+
+    def address(self) -> Address:
+        """Return the address; raises RequestError if no other engine can reach P there."""
+        address = Address(self.remote_host, int(self.remote_port))
+        if not address.host.isprintable() or address.is_wildcard:
+            why = "expected where other engines reach P; set advertised_host of P"
+            raise _refused("remote_host", address.host, why)
+        return address
+
+
+class _Params(_Source):
+    """The keys that D reads. Those of the text are here for routers."""
+
+    kvhma: _Proof
+    remote_engine_id: _Name
+    remote_request_id: _Name
+    tp_size: _Whole | None = None
+    pp_size: _Whole | None = None
+
+
+_encode_text = msgspec.json.Encoder().encode
+_decode_text = msgspec.json.Decoder(_Text).decode
+_signed_fields = attrgetter(*_Text.__struct_fields__[2:])
+_COPIES = {
+    "remote_engine_id": "engine_id",
+    "remote_request_id": "lease_key.request_id",
+    "tp_size": "tp_size",
+    "pp_size": "pp_size",
+}
+_copies, _copied = attrgetter(*_COPIES), attrgetter(*_COPIES.values())
 
 
 class PrefillParams(NamedTuple):
     """What a decode request has to know of its prefill, or the next turn's prefill of an answer.
 
-    A field with a `Key` is written, signed and read as its annotation says; a new one needs nothing else, and is
-    optional. A default value is not written. The digest covers the fields in this order.
-
     Attributes:
         address: P's scheduler. A proxy may change it, because each network has its names.
+        spans: live blocks of each of P's groups.
         engine_id: P's name.
         incarnation_id: random number of P, see :class:`Incarnation`.
         lease_key: the request at P.
         lease: seconds that P holds its blocks after each lease renewal.
         num_tokens: tokens that P's blocks hold.
         prompt: digest of these tokens, see :func:`kvhma.vllm.prompts.prompt.prompt_digest`.
-        spans: live blocks of each of P's groups.
         tp_size: P's tensor-parallel ranks; None if the parameters lack them.
         pp_size: P's pipeline stages; None if the parameters lack them.
-        digest: of everything but the address and the ranks, 16 bytes, if it was read from parameters. P accepts only
-            claims with the same digest. With a secret it is a signature: only an engine could have written the
-            parameters.
-        content_seed: seed of the content digests of the blocks, see :mod:`kvhma.digests`; None if P makes none.
         prefixes: parts of an answer that the next turn may read if its prompt differs after them; shortest first.
         epoch: of the request's ticket when the request finished; 0 without a ticket.
+        content_seed: seed of the content digests of the blocks, see :mod:`kvhma.digests`; None if P makes none.
         items: of its prompt, for a D that uses P's items; empty unless P hands them out.
+        digest: of everything but the address, 16 bytes, if it was read from parameters. P accepts only claims with the
+            same digest. With a secret it is a signature: only an engine could have written the parameters.
     """
 
     address: Address
-    engine_id: Annotated[str, Key("remote_engine_id", NAME)]
-    incarnation_id: Annotated[int, Key("kvhma.instance", RANDOM_ID)]
-    lease_key: Annotated[LeaseKey, INLINE]
-    lease: Annotated[float, Key("kvhma.lease", SECONDS)]
-    num_tokens: Annotated[int, Key("kvhma.tokens", integer(1, _MAX_TOKENS))]
-    prompt: Annotated[str, Key("kvhma.prompt", HEX_DIGITS)]
     spans: tuple[Span, ...]
+    engine_id: str
+    incarnation_id: int
+    lease_key: LeaseKey
+    lease: float
+    num_tokens: int
+    prompt: str
     tp_size: int | None = None
     pp_size: int | None = None
+    prefixes: tuple[Prefix, ...] = ()
+    epoch: int = 0
+    content_seed: int | None = None
+    items: tuple[Item, ...] = ()
     digest: bytes = b""
-    prefixes: Annotated[tuple[Prefix, ...], Key("kvhma.prefixes", rows(Prefix, _MAX_PREFIXES), list)] = ()
-    epoch: Annotated[int, Key("kvhma.epoch", integer(1, _MAX_TOKENS))] = 0
-    content_seed: Annotated[int | None, Key("kvhma.content", RANDOM_ID, lambda seed: ["content", seed])] = None
-    items: Annotated[tuple[Item, ...], Key("kvhma.items", rows(Item, _MAX_ITEMS), lambda items: ["items", *items])] = ()
 
     @property
     def incarnation(self) -> Incarnation:
@@ -233,27 +293,16 @@ class PrefillParams(NamedTuple):
         """Return the claim of a reader."""
         return LeaseClaim(self.lease_key, reader, self.digest)
 
-    def _optional(self) -> list[tuple[Key, Any]]:
-        """Return the optional keys whose values are written, and the values."""
-        values = zip(_OPTIONAL.items(), _optional_values(self), strict=True)
-        return [(key, value) for (name, key), value in values if value != self._field_defaults[name]]
-
-    def _signed_bytes(self, spans: list[list[Any]], optional: list[tuple[Key, Any]]) -> bytes:
-        """Return the bytes that the digest covers, with the spans as the parameters write them."""
-        signed = [key.signed(value) for key, value in optional]
-        return json.dumps([VERSION, *_required_values(self), spans, *signed]).encode()
-
     def to_params(
-        self, secrets: Secrets, *, pp_size: int, dcp_size: int = 1, next_turn: bool = False
+        self, secrets: Secrets, *, dcp_size: int = 1, next_turn: bool = False
     ) -> tuple[dict[str, Any], bytes]:
         """Return the ``kv_transfer_params`` that a proxy passes on, and their digest.
 
         The proxy passes them to D; with `next_turn`, for an answer, to P.
         """
-        spans = [[span.first, ids_to_text(span.ids)] for span in self.spans]
-        optional = self._optional()
-        digest = secrets.sign(self._signed_bytes(spans, optional))
-        required = zip(_REQUIRED.values(), _required_values(self), strict=True)
+        spans = [(span.first, ids_to_text(span.ids)) for span in self.spans]
+        text = _encode_text(_Text(VERSION, spans, *_signed_fields(self)))
+        digest = secrets.sign(text)
         params: dict[str, Any] = {
             "do_remote_prefill": not next_turn,
             "do_remote_decode": next_turn,
@@ -265,16 +314,13 @@ class PrefillParams(NamedTuple):
             "remote_num_tokens": self.num_tokens,
             "remote_blocks_expiry_time": None,
             "tp_size": self.tp_size,
-            "pp_size": pp_size,
+            "pp_size": self.pp_size,
             "dcp_size": dcp_size,
             "transfer_mode": "pull",
             "kvhma": {
-                "version": VERSION,
-                **{key.short: key.form.write(value) for key, value in required if key.is_own},
                 "signed": secrets.enabled,
                 "digest": digest.hex(),
-                "spans": spans,
-                **{key.short: key.form.write(value) for key, value in optional},
+                "text": text.decode(),
             },
         }
         return params, digest
@@ -292,46 +338,18 @@ class PrefillParams(NamedTuple):
                 way, or come from an engine with another secret. The text names the key.
             OtherPromptError: they are valid, but of a longer prompt.
         """
-        own = params.get("kvhma")
-        if not isinstance(own, dict):
-            raise RequestError(
-                f"kv_transfer_params: kvhma is {quote(own)}, expected a dictionary; does the prefill engine run kvhma, "
-                "and does the proxy pass on all keys?"
-            )
-        _VERSION.read(own)
-        given = {name: key for name, key in _OPTIONAL.items() if key.short in own}
-        given |= {name: key for name, key in _RANKS.items() if params.get(name) is not None}
-        found = read_values(_ALL_REQUIRED | given, params, own)
-        lease_key = LeaseKey(found.pop("request_id"), found.pop("generation"))
-        address = _not_wildcard(Address(found.pop("host"), found.pop("port")))
-        spans, digest = list(map(list, found.pop("spans"))), bytes.fromhex(found.pop("digest"))
-        has_secret = found.pop("signed")
-        remote = cls(address, lease_key=lease_key, spans=(), **found)
-        _check_order(remote)
-        _check_digest(has_secret, secrets, remote._signed_bytes(spans, remote._optional()), digest)
-        if num_prompt_tokens is None:
-            return remote._replace(digest=digest)
-        if remote.num_tokens > num_prompt_tokens:
+        if not isinstance(own := params.get("kvhma"), dict):
+            hint = "does the prefill engine run kvhma, and does the proxy pass on all keys?"
+            raise _refused("kvhma", own, f"expected a dictionary; {hint}")
+        given = convert_params(params, _Params)
+        address, signed = given.address(), _read_text(given.kvhma, secrets)
+        _check_copies(given, signed)
+        if num_prompt_tokens is not None and signed.num_tokens > num_prompt_tokens:
             raise OtherPromptError(
-                f"P computed {remote.num_tokens} tokens, this prompt has {num_prompt_tokens}: {DIFFERS}"
+                f"P computed {signed.num_tokens} tokens, this prompt has {num_prompt_tokens}: {DIFFERS}"
             )
-        return remote._replace(digest=digest, spans=_spans(spans, remote.num_tokens))
-
-
-_ADDRESS = keys_of(Address)
-_VERSION = Key("kvhma.version", integer(VERSION, VERSION))
-_PROOF = {
-    "spans": Key("kvhma.spans", rows(_WrittenSpan, _MAX_GROUPS)),
-    "digest": Key("kvhma.digest", HEX_DIGITS),
-    "signed": Key("kvhma.signed", FLAG),
-}
-_RANKS = {name: Key(name, integer(1, _MAX_RANKS)) for name in ("tp_size", "pp_size")}
-_KEYS = keys_of(PrefillParams)
-_OPTIONAL = {name: key for name, key in _KEYS.items() if name in PrefillParams._field_defaults}
-_REQUIRED = {name: key for name, key in _KEYS.items() if name not in _OPTIONAL}
-_ALL_REQUIRED = _REQUIRED | _ADDRESS | _PROOF
-_optional_values = attrgetter(*_OPTIONAL)
-_required_values = attrgetter(*(f"lease_key.{name}" if name in LeaseKey._fields else name for name in _REQUIRED))
+        spans = () if num_prompt_tokens is None else _spans(signed.spans, signed.num_tokens)
+        return cls._make((address, spans, *_signed_fields(signed), bytes.fromhex(given.kvhma.digest)))
 
 
 def read_address(params: Mapping[str, Any]) -> Address:
@@ -340,16 +358,32 @@ def read_address(params: Mapping[str, Any]) -> Address:
     Raises:
         RequestError: the address is missing, or means every address of a machine, where the reader would find itself.
     """
-    return _not_wildcard(Address(**read_values(_ADDRESS, params, {})))
+    return convert_params(params, _Source).address()
 
 
-def _not_wildcard(address: Address) -> Address:
-    if address.is_wildcard:
-        raise RequestError(
-            f"kv_transfer_params: remote_host is {quote(address.host)}, expected where other engines reach P; set "
-            "advertised_host of P"
-        )
-    return address
+def convert_params(params: Mapping[str, Any], form: type[F]) -> F:
+    """Return the keys of untrusted parameters that a form has.
+
+    Raises:
+        RequestError: one is missing, or has another type or size. The text has its name, its value and the reason.
+    """
+    try:
+        return msgspec.convert(params, form)
+    except msgspec.ValidationError as error:
+        raise _refusal(error, params) from None
+
+
+def _refusal(error: Exception, values: Any, place: str = "") -> RequestError:
+    """Return the refusal of values that msgspec refuses: with the name of one, its beginning, and the reason."""
+    problem, _, path = one_line(str(error), 300).partition(" - at `$")
+    for name in re.findall(r"\w+", path) + re.findall(r"field `(\w+)`", problem):
+        values = values[int(name)] if isinstance(values, list) else values.get(name)
+        place = f"{place}.{name}" if place else name
+    return _refused(place, values, problem[:1].lower() + problem[1:])
+
+
+def _refused(name: str, value: object, why: str) -> RequestError:
+    return RequestError(f"kv_transfer_params: {name} is {quote(value)}, {why}")
 
 
 def leads_back(address: Address, engine_id: str) -> str:
@@ -367,35 +401,69 @@ def not_the_engine(field: str, expected: object, found: object, address: Address
 
 
 def random_id() -> int:
-    """Return a random number of 64 bits."""
-    return int.from_bytes(os.urandom(8), "little")
+    """Return a random number of 63 bits."""
+    return int.from_bytes(os.urandom(8), "little") >> 1
 
 
-def _check_digest(has_secret: bool, secrets: Secrets, signed: bytes, digest: bytes) -> None:
-    """Refuse parameters that were changed, or that an engine with another secret wrote."""
-    if has_secret != secrets.enabled:
-        who = "P has a secret, this engine has none" if has_secret else "this engine has a secret, P has none"
-        raise RequestError(
-            f"kv_transfer_params: kvhma.signed is {has_secret}: {who}; give both the same (secret_file or KVHMA_SECRET)"
-        )
-    if not secrets.verify(signed, digest):
-        why = "they were changed on the way, or are those of two requests"
-        if has_secret:
+def _read_text(proof: _Proof, secrets: Secrets) -> _Text:
+    """Return what P has signed. Refuse a text that was changed, or that an engine with another secret wrote."""
+    if proof.signed != secrets.enabled:
+        who = "P has a secret, this engine has none" if proof.signed else "this engine has a secret, P has none"
+        raise _refused("kvhma.signed", proof.signed, f"{who}; give both the same (secret_file or KVHMA_SECRET)")
+    data = proof.text.encode(errors="surrogatepass")
+    if not secrets.verify(data, bytes.fromhex(proof.digest)):
+        why = "it was changed on the way, or is that of another request"
+        if proof.signed:
             why = f"P's secret does not match any of ours, or {why}"
-        raise RequestError(f"kv_transfer_params: kvhma.digest is {digest.hex()}, but not of these parameters: {why}")
+        raise _refused("kvhma.digest", proof.digest, f"but not of kvhma.text: {why}")
+    try:
+        signed = _decode_text(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _text_refusal(error, proof.text, data) from None
+    if _encode_text(signed) != data:
+        raise _refused("kvhma.text", proof.text, "expected each field once, in its order, and no spaces")
+    _check_names(signed)
+    if signed.prefixes or signed.items:
+        _check_order(signed)
+    signed.lease = min(max(signed.lease, _MIN_LEASE_SECONDS), _MAX_LEASE_SECONDS)
+    return signed
 
 
-def _check_order(remote: PrefillParams) -> None:
+def _text_refusal(error: Exception, text: str, data: bytes) -> RequestError:
+    try:
+        return _refusal(error, msgspec.json.decode(data), "kvhma")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _refused("kvhma.text", text, one_line(str(error), 300))
+
+
+def _check_names(signed: _Text) -> None:
+    """Refuse names that would forge lines of a log."""
+    names = [signed.engine_id, signed.lease_key.request_id, *(name for item in signed.items for name in item[:2])]
+    if not "".join(names).isprintable():
+        odd = next(name for name in names if not name.isprintable())
+        raise RequestError(f"kv_transfer_params: kvhma.text has the name {quote(odd)}, expected printable characters")
+
+
+def _check_order(signed: _Text) -> None:
     """Refuse parts of an answer, and items of a prompt, that are in another order or after its tokens."""
-    lowest = 1
-    for prefix in remote.prefixes:
-        lowest = 1 + read_value(integer(lowest, remote.num_tokens - 1), prefix.num_tokens, "kvhma.prefixes.tokens")
-    lowest = 0
-    for item in remote.items:  # audio may be inside its video
-        lowest = read_value(integer(lowest, remote.num_tokens - 1), item.offset, "kvhma.items.offset")
+    counts = [prefix.num_tokens for prefix in signed.prefixes]
+    if any(first >= second for first, second in pairwise([*counts, signed.num_tokens])):
+        raise _refused("kvhma.prefixes", counts, f"expected rising numbers of tokens below {signed.num_tokens}")
+    offsets = [item.offset for item in signed.items]  # audio may be inside its video
+    if any(first > second for first, second in pairwise([*offsets, signed.num_tokens - 1])):
+        raise _refused("kvhma.items", offsets, f"expected items in the order of their {signed.num_tokens} tokens")
 
 
-def _spans(written: list[list[Any]], tokens: int) -> tuple[Span, ...]:
+def _check_copies(given: _Params, signed: _Text) -> None:
+    """Refuse keys for routers that differ from the text, as those of two requests do."""
+    copies, own = _copies(given), _copied(signed)
+    if copies != own:
+        at = next(at for at, copy in enumerate(copies) if copy != own[at])
+        why = f"but {quote(own[at])} in kvhma.text: it was changed on the way, or is that of another request"
+        raise _refused(list(_COPIES)[at], copies[at], why)
+
+
+def _spans(written: list[tuple[int, str]], tokens: int) -> tuple[Span, ...]:
     spans = []
     left = _BLOCKS_PER_TOKEN * tokens + _MAX_GROUPS
     for first, text in written:

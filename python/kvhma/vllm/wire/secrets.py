@@ -76,6 +76,7 @@ class _Current:
     """The secrets at one time. Without secrets the contexts are `None`."""
 
     credentials: tuple[_Credential, ...] = ()
+    sign_keys: tuple[bytes, ...] = (b"",)
     server: ssl.SSLContext | None = None
     client: ssl.SSLContext | None = None
     accepted: frozenset[bytes] = frozenset()
@@ -145,13 +146,11 @@ class Secrets:
 
     def sign(self, data: bytes) -> bytes:
         """Return a digest of 16 bytes. With a secret, only engines that have it can make this digest."""
-        credentials = self._now(in_step=True).credentials
-        return _digest(data, credentials[0].sign_key if credentials else b"")
+        return _digest(data, self._now(in_step=True).sign_keys[0])
 
     def verify(self, data: bytes, digest: bytes) -> bool:
         """Return whether a digest was made by :meth:`sign` with any of the secrets."""
-        keys = [credential.sign_key for credential in self._now(in_step=True).credentials] or [b""]
-        return any(hmac.compare_digest(_digest(data, key), digest) for key in keys)
+        return any(hmac.compare_digest(_digest(data, key), digest) for key in self._now(in_step=True).sign_keys)
 
     def refresh(self) -> None:
         """Read the file again if it may have changed. The listener's thread calls this at least every second."""
@@ -250,6 +249,7 @@ def _derive(secrets: Sequence[bytes], known: Mapping[bytes, _Credential] = Mappi
     credentials = tuple(known.get(secret) or _credential(secret) for secret in secrets)
     return _Current(
         credentials,
+        tuple(credential.sign_key for credential in credentials),
         _context(ssl.PROTOCOL_TLS_SERVER, credentials),
         _context(ssl.PROTOCOL_TLS_CLIENT, credentials),
         frozenset(credential.der for credential in credentials),

@@ -130,7 +130,7 @@ class Room(SchedulerDoor):
         if remote is None:
             return None
         engine = self._context.engine
-        params, digest = remote.to_params(self._context.secrets, pp_size=1, next_turn=True)  # see `no_answers`
+        params, digest = remote.to_params(self._context.secrets, next_turn=True)
         blocks = hold_blocks(manager.block_pool, tables, geometry.null_block)
         if engine.has_state and _in_flight(request):
             self._settling.append(_SettlingTurn(remote.lease_key, digest, blocks, self._steps))

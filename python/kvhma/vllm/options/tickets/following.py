@@ -63,14 +63,14 @@ class FollowedLoad:
             raise RequestError("P has not replied yet")
         source = follower.source
         return PrefillParams(
-            source.address,
-            source.engine_id,
-            source.incarnation_id,
-            _NO_LEASE,
+            address=source.address,
+            spans=(),
+            engine_id=source.engine_id,
+            incarnation_id=source.incarnation_id,
+            lease_key=_NO_LEASE,
             lease=1.0,
             num_tokens=follower.total,
             prompt=follower.prompt,
-            spans=(),
             tp_size=source.tp_size,
             pp_size=source.pp_size,
         )

@@ -6,13 +6,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kvhma.vllm.wire.params import Address, read_address
-from kvhma.vllm.wire.values import HEX_DIGITS, Key
+import msgspec
+
+from kvhma.vllm.wire.params import Address, Hex128, convert_params, read_address
 
 TICKET = "kvhma_ticket"
 """Key of the ticket that a proxy draws when it asks P and D at once."""
 
-_TICKET = Key(TICKET, HEX_DIGITS)
+
+class _Ticket(msgspec.Struct):
+    kvhma_ticket: Hex128
 
 
 class Ticket(NamedTuple):
@@ -33,7 +36,7 @@ def read_ticket_id(params: Mapping[str, Any]) -> bytes:
     Raises:
         RequestError: the value is not a ticket.
     """
-    return bytes.fromhex(_TICKET.read(params))
+    return bytes.fromhex(convert_params(params, _Ticket).kvhma_ticket)
 
 
 def read_ticket(params: Mapping[str, Any]) -> Ticket:
