@@ -135,7 +135,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """Take vLLM's manager of blocks."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._scheduler.bind(kv_cache_manager)
+        self._scheduler.bind(kv_cache_manager, self)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]

@@ -19,6 +19,7 @@ from kvhma.vllm.internals import (
     check_manager,
     drop_params,
     hit_each_group,
+    may_take_blocks,
     observe_adapters,
     reset_connector_first,
 )
@@ -73,8 +74,12 @@ class KvhmaScheduler:
         self.prefill.close()
         self.context.prompts.close()
 
-    def bind(self, manager: KVCacheManager) -> None:
+    def bind(self, manager: KVCacheManager, connector: object = None) -> None:
         """Use vLLM's block manager; from now on unread requests may hold only a share of its blocks.
+
+        Args:
+            manager: vLLM's.
+            connector: that vLLM knows, if it has called.
 
         Raises:
             UnsupportedPairError: kvhma cannot exclude blocks from its prefix cache.
@@ -83,6 +88,7 @@ class KvhmaScheduler:
         reset_connector_first(manager, self.reset_cache)
         observe_adapters(self.context.prompts.adapters.identify)
         self.context.manager = manager
+        self.context.takes_blocks = may_take_blocks(manager, connector)
         self.context.partial_hits = has_partial_hits(manager)
         # The null block is never held.
         blocks = manager.block_pool.num_gpu_blocks - 1

@@ -35,6 +35,7 @@ class SchedulerContext:
         stats: counters of this process.
         geometry: caches of the first worker; None until the workers have registered them.
         manager: vLLM's block manager; None until vLLM has bound it.
+        takes_blocks: whether kvhma takes the blocks of a request that ends from the manager.
         partial_hits: whether a hit of its prefix cache may end inside a block.
         sources: the engines that requests may be loaded from.
         prompts: digests of prompts.
@@ -49,6 +50,7 @@ class SchedulerContext:
     stats: StatsCollector
     geometry: Geometry | None = None
     manager: KVCacheManager | None = None
+    takes_blocks: bool = False
     partial_hits: bool = False
     sources: AllowedSources = field(init=False)
     prompts: PromptDigests = field(init=False)
