@@ -246,7 +246,7 @@ def unfilled(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("any part of an answer agrees", "full", "full+chunked", into=TURN_MUTANTS)
 def any_part(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(prompt_digests, "prefix_digests", lambda _, counts, **__: ["0" * 32] * len(counts))
+    patch.setattr(prompt_digests, "prefix_digests", lambda _, counts, *__: ["0" * 32] * len(counts))
 
 
 @mutant("an answer that was evicted during the read counts", "full", "full+sliding", "full+state", into=TURN_MUTANTS)
