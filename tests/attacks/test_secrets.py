@@ -241,7 +241,7 @@ def test_an_answer_may_begin_as_an_alert_of_tls_does(version):
 
 
 def test_a_refusal_is_read_where_the_question_cannot_be_sent_any_more(monkeypatch):
-    # The alert of TLS, and the reset behind it, come after the client has looked whether it may ask.
+    # The alert of TLS, and the reset after it, come after the client has looked whether it may ask.
     ended = threading.Event()
 
     def serve(raw):

@@ -2,7 +2,7 @@
 """What a request costs the scheduler's thread, counted: time depends on load, the number of functions does not.
 
 Each different function of kvhma that a request touches is cold in an engine that computes between two steps, and costs
-ten times a warm one. A change that raises one of these numbers says so here.
+ten times a warm one. A change that raises one of these numbers changes it here.
 """
 
 import math

@@ -119,13 +119,13 @@ WRONG = [None, "", 7, -1, 1.5, True, [], {}, "x" * 1000, [1], {"a": 1}, 10**400,
 def test_all_groups_together_have_a_bound():
     tokens = 20_000
     full, empty = Span(0, list(range(1, tokens + 1))), Span(0, [])
-    told = written(REMOTE._replace(num_tokens=tokens, spans=(full,) * 4))
-    assert len(read(told, tokens).spans) == 4
-    told = written(REMOTE._replace(num_tokens=tokens, spans=(full,) * 200))
+    given = written(REMOTE._replace(num_tokens=tokens, spans=(full,) * 4))
+    assert len(read(given, tokens).spans) == 4
+    given = written(REMOTE._replace(num_tokens=tokens, spans=(full,) * 200))
     with pytest.raises(RequestError, match="block ids: more than"):
-        read(told, tokens)
-    told = written(REMOTE._replace(num_tokens=tokens, spans=(empty,) * 256))
-    assert len(read(told, tokens).spans) == 256
+        read(given, tokens)
+    given = written(REMOTE._replace(num_tokens=tokens, spans=(empty,) * 256))
+    assert len(read(given, tokens).spans) == 256
 
 
 def test_more_tokens_than_the_prompt_has_are_of_another_prompt():
@@ -259,9 +259,9 @@ def test_there_is_one_text_for_each_value(text):
 
 
 def test_a_field_that_is_there_twice_is_named():
-    told = with_text(params(), TEXT.replace('"tokens":300', '"tokens":299,"tokens":300'))
+    given = with_text(params(), TEXT.replace('"tokens":300', '"tokens":299,"tokens":300'))
     with pytest.raises(RequestError, match=r"kvhma\.text is .* expected each field once"):
-        read(told)
+        read(given)
 
 
 def with_floats(value):
@@ -271,10 +271,10 @@ def with_floats(value):
 
 @pytest.mark.parametrize("secrets", [NO_SECRET, SECRET], ids=["open", "secret"])
 def test_integers_that_come_back_as_floats(secrets):
-    told = with_floats(written(secrets=secrets))
-    assert isinstance(told["remote_port"], float)
-    assert isinstance(told["tp_size"], float)
-    found = read(told, secrets=secrets)
+    given = with_floats(written(secrets=secrets))
+    assert isinstance(given["remote_port"], float)
+    assert isinstance(given["tp_size"], float)
+    found = read(given, secrets=secrets)
     assert found._replace(digest=b"") == REMOTE
     assert all(type(number) is int for number in (found.num_tokens, found.address.port, found.spans[1].first))
     assert read(with_floats(answer(secrets=secrets)), secrets=secrets)._replace(digest=b"") == ANSWER
@@ -324,9 +324,9 @@ def test_the_parameters_of_two_requests_mixed_up():
 )
 @pytest.mark.parametrize("secrets", [NO_SECRET, SECRET], ids=["open", "secret"])
 def test_what_routers_read_is_never_trusted_unless_it_equals_the_text(key, value, secrets):
-    told = written(secrets=secrets)
-    with pytest.raises(RequestError, match=f"{key} is {value!r}, but {told[key]!r} in kvhma.text"):
-        read(told | {key: value}, secrets=secrets)
+    given = written(secrets=secrets)
+    with pytest.raises(RequestError, match=f"{key} is {value!r}, but {given[key]!r} in kvhma.text"):
+        read(given | {key: value}, secrets=secrets)
 
 
 @pytest.mark.parametrize(
@@ -365,13 +365,13 @@ def test_the_digest_sees_every_change(change):
 )
 def test_what_is_optional_is_written_only_if_it_is_there_and_then_signed(more):
     remote = REMOTE._replace(**more)
-    told = written(remote)
-    assert len(text_of(told)) == len(text_of(params())) + 1
-    assert read(told)._replace(digest=b"") == remote
+    given = written(remote)
+    assert len(text_of(given)) == len(text_of(params())) + 1
+    assert read(given)._replace(digest=b"") == remote
 
-    told["kvhma"]["text"] = params()["kvhma"]["text"]
+    given["kvhma"]["text"] = params()["kvhma"]["text"]
     with pytest.raises(RequestError, match=r"kvhma\.digest is"):
-        read(told)
+        read(given)
 
 
 ITEMS = [
@@ -400,8 +400,8 @@ def test_the_digest_allows_other_addresses():
 
 
 def test_what_p_remembers_is_what_d_claims_with():
-    told, digest = REMOTE.to_params(SECRET)
-    found = read(told, secrets=SECRET)
+    given, digest = REMOTE.to_params(SECRET)
+    found = read(given, secrets=SECRET)
     assert found.claim(5) == LeaseClaim(REMOTE.lease_key, 5, digest)
     assert len(digest) == 16
 
@@ -443,10 +443,10 @@ def test_a_secret_that_only_one_side_has(p, d, text):
     with pytest.raises(RequestError, match=text):
         read(written(secrets=p), secrets=d)
     # A client that changes `signed` gains nothing.
-    told = written(secrets=p)
-    told["kvhma"]["signed"] = d.enabled
+    given = written(secrets=p)
+    given["kvhma"]["signed"] = d.enabled
     with pytest.raises(RequestError, match=r"kvhma\.digest is"):
-        read(told, secrets=d)
+        read(given, secrets=d)
 
 
 def test_parameters_that_were_written_before_the_secret_changed():
@@ -474,9 +474,9 @@ def answer(remote=ANSWER, secrets=NO_SECRET):
 
 
 def test_an_answer_comes_back_as_it_was():
-    told = answer()
-    assert (told["do_remote_prefill"], told["do_remote_decode"]) == (False, True), "as upstream's"
-    assert read(told)._replace(digest=b"") == ANSWER
+    given = answer()
+    assert (given["do_remote_prefill"], given["do_remote_decode"]) == (False, True), "as upstream's"
+    assert read(given)._replace(digest=b"") == ANSWER
     assert read(answer(secrets=SECRET), secrets=SECRET)._replace(digest=b"") == ANSWER
     without = ANSWER._replace(prefixes=())
     assert read(answer(without))._replace(digest=b"") == without
@@ -493,13 +493,13 @@ def test_an_answer_comes_back_as_it_was():
     ],
 )
 def test_nobody_says_of_other_parts_of_an_answer_that_they_may_be_read(prefixes):
-    told, fields = answer(), text_of(answer())
+    given, fields = answer(), text_of(answer())
     if prefixes is None:
         del fields["prefixes"]
     else:
         fields["prefixes"] = prefixes
-    changed = with_text(told, fields)
-    changed["kvhma"]["digest"] = told["kvhma"]["digest"]
+    changed = with_text(given, fields)
+    changed["kvhma"]["digest"] = given["kvhma"]["digest"]
     with pytest.raises(RequestError, match=r"kvhma\.digest is '\w{32}'"):
         read(changed)
 

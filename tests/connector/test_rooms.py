@@ -53,7 +53,7 @@ def run_tests(option: str, path: Path, *arguments: str) -> None:
     script = f"""
 import sys
 import pytest
-# First: pytest rewrites modules that are not imported yet.
+# First: pytest rewrites modules that are not imported yet. Then:
 code = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", *{arguments!r}])
 import kvhma.vllm.connector
 from kvhma.errors import SettingsError

@@ -34,7 +34,7 @@ class WorkerProcess:
     """A worker with caches and a board in another process.
 
     Attributes:
-        hello, said: its identity, and the same decoded.
+        hello, said: its worker identity, and the same decoded.
         private: the key with which it signs, at the address `private_at` of its process.
         path: of its board's file.
         ports: where its UCX listens.
