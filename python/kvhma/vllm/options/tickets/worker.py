@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvhma.vllm.options.doors import WorkerDoor
 
 if TYPE_CHECKING:
+    from kvhma.vllm.device.memory import Memory
     from kvhma.vllm.metadata import StepMetadata, WorkerReport
     from kvhma.vllm.peers.worker_context import WorkerContext
     from kvhma.vllm.reads.results import LoadResults
@@ -27,7 +28,7 @@ class Step(int):
 class Room(WorkerDoor):
     """Returns the numbers of steps."""
 
-    def __init__(self, context: WorkerContext, results: LoadResults) -> None:
+    def __init__(self, context: WorkerContext, memory: Memory, results: LoadResults) -> None:
         """Start before the first step."""
         self._step: Step | None = None
 
