@@ -161,9 +161,9 @@ class KvhmaScheduler:
             self._wait_for_peers()
         metadata = self.decode.metadata
         metadata.idle = idle
-        self.prefill.on_step(output, metadata)
         for on_step in self.context.rooms.on_step:
             on_step(output, metadata)
+        self.prefill.on_step(output, metadata)
         return self.decode.take_metadata()
 
     def _wait_for_peers(self) -> None:

@@ -52,6 +52,7 @@ class Room(SchedulerDoor):
     def __init__(self, core: KvhmaScheduler) -> None:
         """Start without requests."""
         self._context = core.context
+        self._prefill = core.prefill
         self._slots = Slots(core.context.engine.extras[NAME].reads)
         self._prompts: dict[str, _Prompt] = {}
         self._held: dict[LeaseKey, tuple[Span, ...]] = {}
@@ -68,6 +69,7 @@ class Room(SchedulerDoor):
 
         A request is copied again after each preemption. It then has other blocks, and all may be prefix-cache hits.
         """
+        self._prefill.free_ended_leases()  # their slots, too
         copies = []
         for request_id, count in output.num_scheduled_tokens.items() if self._prompts else ():
             prompt, manager = self._prompts.get(request_id), self._context.manager
