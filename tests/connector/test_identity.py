@@ -138,15 +138,15 @@ def test_a_map_of_modules_is_one_field(tmp_path):
     assert differing(found, other) == {"config"}
 
 
-def draft_of(where: Path, draft: Path, **more: object) -> ModelIdentity:
+def draft_of(where: Path, draft: Path, method: str = "draft_model", tokens: int = 2, **more: object) -> ModelIdentity:
     model = ModelConfig(model=str(where), tokenizer=str(where), skip_tokenizer_init=True)
     parallel = ParallelConfig()
     speculative = SpeculativeConfig(
         target_model_config=model,
         target_parallel_config=parallel,
         model=str(draft),
-        method="draft_model",
-        num_speculative_tokens=2,
+        method=method,
+        num_speculative_tokens=tokens,
     )
     for name, value in more.items():
         setattr(speculative, name, value)
@@ -155,17 +155,46 @@ def draft_of(where: Path, draft: Path, **more: object) -> ModelIdentity:
     return identity_of(config, Settings.read({}))
 
 
-@pytest.mark.parametrize("change", [{"method": "eagle"}, {"parallel_drafting": True}], ids=str)
-def test_how_a_draft_drafts_is_compared(tmp_path, change):
+def test_how_a_draft_drafts_is_compared(tmp_path):
     """With equal weights it computes its keys from other inputs."""
     where, draft = model_folder(tmp_path / "m"), model_folder(tmp_path / "draft")
-    one, other = draft_of(where, draft), draft_of(where, draft, **change)
-    assert differing(one, draft_of(where, draft)) == set()
-    assert differing(one, identity(where)) == {"draft"}
+    one, other = draft_of(where, draft), draft_of(where, draft, parallel_drafting=True)
+    assert differing(one, draft_of(where, draft, tokens=3)) == set()
+    assert differing(one, identity(where)) == {"draft", "draft_config"}
     assert differing(one, other) == {"draft"}
-    with pytest.raises(UnsupportedPairError, match="draft of the model is"):
-        check_same_model(one, other)
-    check_same_model(one, identity(where))
+    assert differing(one, draft_of(where, draft, "eagle")) == {"draft", "draft_config"}
+    for pair in ((one, other), (one, draft_of(where, draft, "eagle"))):
+        with pytest.raises(UnsupportedPairError, match="draft of the model is"):
+            check_same_model(*pair)
+    for pair in ((one, identity(where)), (identity(where), one)):
+        check_same_model(*pair)
+
+
+EAGLE3 = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 512, "num_hidden_layers": 1}
+DRAFTS = [
+    {"eagle_aux_hidden_state_layer_ids": [0, 1]},
+    {"eagle_config": {"use_aux_hidden_state": False}},
+    {"norm_before_residual": True},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+]
+
+
+@pytest.mark.parametrize("change", DRAFTS, ids=str)
+def test_fields_of_a_drafts_own_file(tmp_path, change):
+    """EAGLE-3 computes its keys from those hidden states of the model that its file names."""
+    where, draft = model_folder(tmp_path / "m"), tmp_path / "draft"
+
+    def drafts(**fields):
+        return draft_of(where, model_folder(draft, **EAGLE3 | fields), "eagle3")
+
+    one, other = drafts(), drafts(**change)
+    field = next(iter(change))
+    for pair in ((one, other), (other, one)):
+        with pytest.raises(UnsupportedPairError, match=rf"^{field}.* in the draft model's configuration is .* here, "):
+            check_same_model(*pair)
+    for same in (drafts(), drafts(max_position_embeddings=8192), identity(where)):
+        check_same_model(one, same)
+        check_same_model(same, one)
 
 
 def test_long_values_are_bounded(tmp_path):

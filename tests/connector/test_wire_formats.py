@@ -273,7 +273,7 @@ def test_what_an_engine_adds_to_its_hello():
         b'"versions":"vllm 0.32.0, transformers 5.19.0",'
         b'"layers":{"kinds":[{"scalars":{"scale":0.5,"switch":true},"tables":{"table":[[1.0,0.0]]}}],'
         b'"layers":{"layer":0}},"weights":"0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef",'
-        b'"draft_weights":null},"vllm":"0.32.0","kvhma":"0.1.0"}'
+        b'"draft_weights":null,"draft_config":{}},"vllm":"0.32.0","kvhma":"0.1.0"}'
     )
     found = decode_extra(recorded)
     assert (found.model, found.vllm) == (identity, "0.32.0")

@@ -33,7 +33,7 @@ BUILT = "scales, switches and position tables"
 TYPES = "dtypes of activations and caches, and quantization"
 OVERRIDES = "settings of vLLM that change the model"
 WEIGHTS = "weights, also a draft's"
-DRAFT = "a draft model and its method"
+DRAFT = "a draft model, its configuration and its method"
 PAGES = "layers, groups, pages, heads, blocks and windows"
 PROMPT = "tokens, adapter, multimodal items, salt and embeddings of a prompt"
 RANKS = "which rank has which heads, channels and tokens"
@@ -78,9 +78,9 @@ FACTS = (
     ),
     Fact(
         DRAFT,
-        "as texts, if both sides have one",
-        "tests/connector/test_prefill_engines.py::test_caches_of_another_model_are_refused",
-        "draft",
+        "as texts and field by field, if both sides have one",
+        "tests/connector/test_identity.py::test_how_a_draft_drafts_is_compared",
+        "draft draft_config",
     ),
     Fact(
         PAGES,

@@ -65,6 +65,9 @@ _NOT_COMPARED = frozenset(
 _COMMON = transformers.PretrainedConfig().to_dict().keys() - {"architectures"}
 """Fields that transformers adds to the configuration of every model. Of them only the architecture is the model's."""
 
+_NOT_OF_DRAFTS = _NOT_COMPARED | _COMMON | {"model", "num_lookahead_tokens", "dspark_draft_topk"}
+"""VLLM repeats the fields of EAGLE's ``model`` beside it. The others decide how many tokens it drafts, and which."""
+
 _VARIABLES: dict[str, Any] = {
     "VLLM_B12X_MOE_FP4_FORCE_A16": None,
     "VLLM_CPU_INT4_W4A8": True,
@@ -417,6 +420,7 @@ def identity_of(config: VllmConfig, settings: Settings, layers: Iterable[str] = 
         layers=built,
         weights=_digest(model, config.load_config, deadline),
         draft_weights=None if draft is None else _digest(draft, get_draft_load_config(config), deadline),
+        draft_config={} if draft is None else dict(_fields(draft.hf_config.to_dict(), _NOT_OF_DRAFTS)),
     )
 
 

@@ -18,6 +18,8 @@ from kvhma.vllm.wire.built_layers import BuiltLayers, Field
 from kvhma.vllm.wire.lease_board import BOARD_PLACES
 from kvhma.vllm.wire.messages import Text
 
+_Fields = Annotated[dict[Field, Text], msgspec.Meta(max_length=2048)]
+
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """A model. Engines that exchange caches have to have the same.
@@ -36,6 +38,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
         draft: a draft model with separate weights, and how it drafts; None without one.
         weights: digests of the files that they were loaded from; None if the engine does not know them.
         draft_weights: the same of the draft model.
+        draft_config: fields of the draft model's configuration.
     """
 
     model: Text
@@ -46,11 +49,12 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     cache_dtype: Text
     overrides: Text
     draft: Text | None
-    config: Annotated[dict[Field, Text], msgspec.Meta(max_length=2048)] = {}
+    config: _Fields = {}
     versions: Text = ""
     layers: BuiltLayers = BuiltLayers()
     weights: WeightDigests | None = None
     draft_weights: WeightDigests | None = None
+    draft_config: _Fields = {}
 
 
 class EngineExtra(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -110,23 +114,24 @@ def check_same_model(local: ModelIdentity, remote: ModelIdentity) -> None:
             )
     if (found := local.layers.difference(remote.layers)) is not None:
         raise UnsupportedPairError(f"{found}: its caches hold other values")
-    _check_same_config(local, remote)
-    for name in ("weights", "draft_weights"):
+    for draft in ("", "draft_"):
+        _check_same_config(local, remote, draft)
+        name = f"{draft}weights"
         _check_same_weights(name, getattr(local, name), getattr(remote, name), other_format=both_say)
 
 
-def _check_same_config(local: ModelIdentity, remote: ModelIdentity) -> None:
+def _check_same_config(local: ModelIdentity, remote: ModelIdentity, draft: str) -> None:
     """Compare the fields that both sides have; those of one side too, if equal software has read equal files."""
-    headers = [(side.weights or "")[:DIGEST_CHARS] for side in (local, remote)]
-    names = local.config.keys() & remote.config.keys()
-    if local.versions == remote.versions and headers[0] == headers[1]:
-        names = local.config.keys() | remote.config.keys()
+    on_local, on_remote = getattr(local, f"{draft}config"), getattr(remote, f"{draft}config")
+    headers = [(getattr(side, f"{draft}weights") or "")[:DIGEST_CHARS] for side in (local, remote)]
+    names = on_local.keys() & on_remote.keys()
+    if on_local and on_remote and local.versions == remote.versions and headers[0] == headers[1]:
+        names = on_local.keys() | on_remote.keys()
     for name in sorted(names):
-        on_local, on_remote = local.config.get(name), remote.config.get(name)
-        if on_local != on_remote:
+        if on_local.get(name) != on_remote.get(name):
             raise UnsupportedPairError(
-                f"{name} in the model's configuration is {_quoted(on_local)} here, "
-                f"{_quoted(on_remote)} at the prefill engine: its caches hold other values"
+                f"{name} in the {draft.replace('_', ' ')}model's configuration is {_quoted(on_local.get(name))} here, "
+                f"{_quoted(on_remote.get(name))} at the prefill engine: its caches hold other values"
             )
 
 
