@@ -6,6 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from vllm.config import CacheConfig, ModelConfig, MultiModalConfig, ParallelConfig, SpeculativeConfig, VllmConfig
+from vllm.model_executor.model_loader import utils
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.llama import LlamaForCausalLM
 
 from kvhma.errors import UnsupportedPairError
 from kvhma.vllm.config.engine_config import identity_of
@@ -73,6 +76,29 @@ def test_variables_of_vllm_that_change_the_values_in_a_cache(tmp_path, monkeypat
     with pytest.raises(UnsupportedPairError, match=rf"^overrides .* is '{{}}' here, '{{\"{name}\": .*' at the prefill"):
         check_same_model(plain, changed)
     check_same_model(changed, identity(where))
+
+
+def test_a_class_that_a_plugin_registers(tmp_path, monkeypatch):
+    """It computes what it likes, from equal files under an equal configuration."""
+    where, draft = model_folder(tmp_path / "m"), model_folder(tmp_path / "draft")
+
+    def with_class(kind=None):
+        with monkeypatch.context() as patched:
+            patched.setattr(utils, "_MODEL_ARCH_BY_HASH", {})
+            patched.setitem(ModelRegistry.models, "LlamaForCausalLM", ModelRegistry.models["LlamaForCausalLM"])
+            if kind is not None:
+                ModelRegistry.register_model("LlamaForCausalLM", kind)
+            return draft_of(where, draft)
+
+    plain = with_class()
+    own, other = (type(name, (LlamaForCausalLM,), {"__module__": "pytest.models"}) for name in ("Own", "Other"))
+    check_same_model(with_class(own), with_class(own))
+    named = rf"pytest.models.Own pytest {pytest.__version__}"
+    assert named in with_class(own).draft
+    for kind, text in ((None, "'{}'"), (other, "pytest.models.Other")):
+        with pytest.raises(UnsupportedPairError, match=rf"^overrides .*{named}.* here, .*{text}.* at the prefill"):
+            check_same_model(with_class(own), with_class(kind))
+    assert plain == with_class(LlamaForCausalLM)
 
 
 ITEMS = [

@@ -65,8 +65,8 @@ FACTS = (
     ),
     Fact(
         OVERRIDES,
-        "as texts: quantization by variables or online, no sliding window, other classes, no bounded replay, "
-        "random experts, how items become embeddings",
+        "as texts: quantization by variables or online, no sliding window, other or a plugin's classes, "
+        "no bounded replay, random experts, how items become embeddings",
         "tests/connector/test_identity.py::test_what_changes_the_values_in_a_cache_changes_the_identity",
         "overrides",
     ),

@@ -7,13 +7,14 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import transformers
 import vllm
 import vllm.envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.model_executor.model_loader.utils import get_draft_load_config
+from vllm.model_executor.model_loader.utils import get_draft_load_config, get_model_cls
 from vllm.platforms import current_platform
 from vllm.utils import deep_gemm
 from vllm.utils.network_utils import get_ip
@@ -439,11 +440,22 @@ def _overrides(config: VllmConfig) -> dict[str, Any]:
         "quantization_config": getattr(model, "quantization_config", None),
         "disable_sliding_window": model.disable_sliding_window,
         "model_class_overrides": model.model_class_overrides,
+        "model_class": _plugins_class(model),
         "swa_bounded_replay": "off" if not config.cache_config.swa_bounded_replay else None,
     }
     variables = {name: getattr(vllm.envs, name, default) for name, default in _VARIABLES.items()}
     changed = {name: value for name, value in variables.items() if (value or None) != _VARIABLES[name]}
     return {name: value for name, value in found.items() if value} | changed
+
+
+def _plugins_class(model: ModelConfig) -> str:
+    """Return the loaded class of a model and the version of its package; empty if it is vLLM's own class."""
+    kind = get_model_cls(model)
+    package = kind.__module__.partition(".")[0]
+    if package == "vllm":
+        return ""
+    versions = [f"{name} {metadata.version(name)}" for name in metadata.packages_distributions().get(package, [])]
+    return " ".join([f"{kind.__module__}.{kind.__qualname__}", *versions])
 
 
 def _item_settings(model: ModelConfig) -> dict[str, Any]:
@@ -478,6 +490,7 @@ def _draft_model(config: VllmConfig) -> ModelConfig | None:
 def _drafts(draft: ModelConfig, speculative: Any) -> str:
     """Return which model drafts, and how: other methods compute other keys from the same weights."""
     how = f"{draft.quantization} {speculative.method}{' in parallel' if speculative.parallel_drafting else ''}"
+    how = f"{how} {_plugins_class(draft)}".rstrip()
     return _bounded(f"{draft.model} {_revision(draft) or ''} {_name_of(draft.dtype)} {how}")
 
 
