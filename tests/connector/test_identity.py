@@ -11,7 +11,7 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
 from kvhma.errors import UnsupportedPairError
-from kvhma.vllm.config.engine_config import identity_of
+from kvhma.vllm.config.engine_config import _item_files, identity_of
 from kvhma.vllm.config.identity import ModelIdentity, check_same_model, decode_extra, encode_extra
 from kvhma.vllm.config.settings import Settings
 from support.identity import model_folder
@@ -122,6 +122,43 @@ def test_how_an_engine_makes_embeddings_of_items(tmp_path, changes):
     with pytest.raises(UnsupportedPairError, match=r"^overrides of the model is .* at the prefill engine"):
         check_same_model(plain, with_items(changes))
     check_same_model(*(with_items(items, mm_items="trust_prefill") for items in ({}, changes)))
+
+
+PROCESSORS = ["preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"]
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_files_that_say_how_items_are_processed(tmp_path, name):
+    where = model_folder(tmp_path / "m")
+
+    def with_file(text, **settings):
+        (where / name).write_text(text)
+        return identity(where, settings=settings)
+
+    none, plain = identity(where), with_file('{"image_mean": [0.5], "size": 56}')
+    check_same_model(plain, with_file('{\n  "image_mean": [0.5],\n  "size": 56\n}'))
+    assert differing(none, plain) == {"config"}
+    changed = '{"image_mean": [0.4], "size": 56}'
+    for pair in ((plain, with_file(changed)), (none, plain)):
+        with pytest.raises(
+            UnsupportedPairError, match=rf"^{name} in the model's configuration is ('.*\[0.5\]|not set)"
+        ):
+            check_same_model(*pair)
+    check_same_model(with_file("{}", mm_items="trust_prefill"), with_file(changed, mm_items="trust_prefill"))
+
+
+def test_processor_files_of_a_repository(tmp_path, monkeypatch):
+    """The commit that is loaded counts."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    model = ModelConfig(
+        model=str(model_folder(tmp_path / "m")), tokenizer=str(tmp_path / "m"), skip_tokenizer_init=True
+    )
+    model.model, model.revision = "org/tiny", "a" * 40
+    for commit in "ab":
+        snapshot = tmp_path / "models--org--tiny" / "snapshots" / (commit * 40)
+        snapshot.mkdir(parents=True)
+        (snapshot / "preprocessor_config.json").write_text(commit)
+    assert dict(_item_files(model)) == {"preprocessor_config.json": "a"}
 
 
 def test_fields_of_the_models_own_file(tmp_path):

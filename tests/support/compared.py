@@ -47,7 +47,7 @@ FACTS = (
     ),
     Fact(
         CONFIG,
-        "field by field, but for lengths and ids of special tokens",
+        "field by field, but for lengths and ids of special tokens; files of processors as texts",
         "tests/connector/test_identity.py::test_fields_of_the_models_own_file",
         "config versions",
     ),

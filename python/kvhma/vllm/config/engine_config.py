@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -16,6 +17,7 @@ import vllm.envs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.model_executor.model_loader.utils import get_draft_load_config, get_model_cls
 from vllm.platforms import current_platform
+from vllm.transformers_utils.repo_utils import try_get_local_file
 from vllm.utils import deep_gemm
 from vllm.utils.network_utils import get_ip
 from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
@@ -416,7 +418,8 @@ def identity_of(config: VllmConfig, settings: Settings, layers: Iterable[str] = 
         cache_dtype=dtype if cache_dtype == "auto" else str(cache_dtype),
         overrides=_json(_overrides(config) | ({} if settings.trusts_items else _item_settings(model))),
         draft=None if draft is None else _drafts(draft, config.speculative_config),
-        config=dict(_fields(model.hf_config.to_dict(), _NOT_COMPARED | _COMMON)),
+        config=dict(_fields(model.hf_config.to_dict(), _NOT_COMPARED | _COMMON))
+        | ({} if settings.trusts_items else dict(_item_files(model))),
         versions=f"vLLM {vllm.__version__}, transformers {transformers.__version__}",
         layers=built,
         weights=_digest(model, config.load_config, deadline),
@@ -465,6 +468,14 @@ def _item_settings(model: ModelConfig) -> dict[str, Any]:
     if items is not None and items.video_pruning_rate:
         found["video_pruning_method"] = items.video_pruning_method
     return {name: value for name, value in found.items() if value}
+
+
+def _item_files(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yield the files that say how items are scaled and cut, which vLLM's names of items do not cover either."""
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"):
+        path = try_get_local_file(model.model, name, _revision(model) or "main")
+        if isinstance(path, Path):
+            yield name, _bounded("".join(path.read_text(encoding="utf-8", errors="replace").split()))
 
 
 def _fields(settings: Mapping[str, Any], left_out: Collection[str], path: str = "") -> Iterator[tuple[str, str]]:
