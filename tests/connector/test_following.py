@@ -516,7 +516,7 @@ def test_data_parallel_engines_do_not_wait_for_news(p, waits):
 
 
 def test_workers_return_the_number_of_a_step():
-    first, second = Room(None, None), Room(None, None)
+    first, second = Room(None, None, None), Room(None, None, None)
     reports = [WorkerReport(), WorkerReport()]
     for room, report in zip((first, second), reports, strict=True):
         room.on_step(StepMetadata(extras={"tickets": Step(7)}))
