@@ -53,6 +53,9 @@ _MIN_LEASE_SECONDS = 1.0
 _MAX_LEASE_SECONDS = 3600.0
 """Bounds of a lease's length: an untrusted client may have written the parameters."""
 
+_MAX_EXPLAINED = 1 << 16
+"""Of a longer text, a refusal does not name the value: its lists would take memory and time."""
+
 _Name = Annotated[str, Meta(min_length=1, max_length=512)]
 _RandomId = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Hex128 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
@@ -371,6 +374,8 @@ def convert_params(params: Mapping[str, Any], form: type[F]) -> F:
         return msgspec.convert(params, form)
     except msgspec.ValidationError as error:
         raise _refusal(error, params) from None
+    except UnicodeEncodeError as error:  # half a surrogate pair where a number belongs
+        raise _refused("a value", error.object, error.reason) from None
 
 
 def _refusal(error: Exception, values: Any, place: str = "") -> RequestError:
@@ -430,10 +435,12 @@ def _read_text(proof: _Proof, secrets: Secrets) -> _Text:
 
 
 def _text_refusal(error: Exception, text: str, data: bytes) -> RequestError:
-    try:
-        return _refusal(error, msgspec.json.decode(data), "kvhma")
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _refused("kvhma.text", text, one_line(str(error), 300))
+    # The error may lead to no value: a field is there twice, or the name of an unknown field looks like a place.
+    no_value = (msgspec.DecodeError, ValueError, RecursionError, AttributeError, IndexError)
+    with contextlib.suppress(*no_value):
+        if len(data) <= _MAX_EXPLAINED:
+            return _refusal(error, msgspec.json.decode(data), "kvhma")
+    return _refused("kvhma.text", text, one_line(str(error), 300))
 
 
 def _check_names(signed: _Text) -> None:
