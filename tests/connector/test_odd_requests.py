@@ -148,6 +148,14 @@ def test_without_a_slot_a_request_is_not_handed_over(stage, caplog):
     assert f"{needed} blocks go through host memory, staging_blocks has room for {needed - 1}" in caplog.text
 
 
+def test_slots_of_a_lease_that_has_ended_are_used_in_the_same_step(stage):
+    needed = len(handed_over(stage(), "a")[1])
+    p = stage(slots=needed)
+    _, first = handed_over(p, "a")
+    p.context.leases.end_all()
+    assert handed_over(p, "b")[1] == first
+
+
 def test_a_request_that_nobody_reads_gives_its_slots_back(stage):
     p = stage()
     asked = staged_request()
