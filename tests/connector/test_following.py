@@ -360,7 +360,7 @@ def test_d_that_gives_up_is_told_of_to_p(p, d):
     assert d.on_step(STEP).cancelled == ["r"]
     d.on_worker_results(output(["r"]))
     assert d.decode.pending == {}
-    until(lambda: tickets_of(p.scheduler).settling.tickets.offer(bytes.fromhex(TICKET)).state is OfferState.ENDED)
+    until(lambda: tickets_of(p.scheduler).tickets.offer(bytes.fromhex(TICKET)).state is OfferState.ENDED)
     assert p.finish(at_p) is None, "no engine reads it, so P holds nothing"
 
 
@@ -398,7 +398,7 @@ def test_a_followed_request_that_is_not_read_is_given_up(p, d, why, first):
     computes all of it in any case."""
     if why == "too short":
         d.context.engine = replace(d.context.engine, backoff=N, recompute=False)
-    table = tickets_of(p.scheduler).settling.tickets
+    table = tickets_of(p.scheduler).tickets
     at_p = p.add() if first == "p" else None
     asked = request("r", 1 if why == "rejected" else N, params=p.params_of_d())
     asked.abort_immediately = why == "rejected"
@@ -456,14 +456,14 @@ def test_a_ticket_that_is_none(p, d, ticket):
 def test_a_ticket_is_of_one_request(p):
     p.add()
     p.add("again")
-    assert len(tickets_of(p.scheduler).settling.tickets) == 1
+    assert len(tickets_of(p.scheduler).tickets) == 1
     assert json.dumps(p.finish(request("again", N, params={"do_remote_decode": True})))
 
 
 def test_names_of_blocks_are_those_that_were_not_told(p, d):
     p.add()
     followed(d, p)
-    table = tickets_of(p.scheduler).settling.tickets
+    table = tickets_of(p.scheduler).tickets
     p.compute(at_p=64)
     piece_of(d)
     question = TicketQuestion([follower_of(d)]).message(5.0)

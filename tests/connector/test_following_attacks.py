@@ -134,7 +134,7 @@ def test_the_share_of_followers_is_given_back(p, d):  # noqa: F811
         until(lambda: d.on_step(STEP) and not tickets_of(d).with_blocks)
         assert tickets_of(d)._blocks_taken == 0
         d.on_worker_results(output(["r"]))
-        tickets_of(p.scheduler).settling.tickets._evict_oldest()
+        tickets_of(p.scheduler).tickets._evict_oldest()
 
 
 def test_p_that_answers_for_ever_does_not_keep_blocks(p, d, monkeypatch):  # noqa: F811
@@ -153,7 +153,7 @@ def test_p_that_answers_for_ever_does_not_keep_blocks(p, d, monkeypatch):  # noq
     assert d.take_stats().data["followed"] == {"lost": 1}
     d.on_worker_results(output(["r"]))
     assert d.decode.pending == {}
-    (offer,) = tickets_of(p.scheduler).settling.tickets._offers.values()
+    (offer,) = tickets_of(p.scheduler).tickets._offers.values()
     until(lambda: offer.state is OfferState.ENDED)
     assert offer.ended == "its follower has cancelled it"
 
@@ -168,8 +168,8 @@ def test_what_p_had_finished_by_then_is_let_go(p, d, why):  # noqa: F811
     d.on_request_added(asked)
     told = follower_of(d)
     until(lambda: told.source is not None)
-    drop, waits_for = tickets_of(p.scheduler).settling.tickets.cancel_ticket, []
-    tickets_of(p.scheduler).settling.tickets.cancel_ticket = waits_for.append
+    drop, waits_for = tickets_of(p.scheduler).tickets.cancel_ticket, []
+    tickets_of(p.scheduler).tickets.cancel_ticket = waits_for.append
     if why == "another prompt":
         assert d.matched_tokens(asked, 0) == (0, False)
         until(lambda: waits_for)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvhma.errors import KvhmaError, OtherPromptError, RequestError
@@ -17,17 +16,13 @@ from kvhma.vllm.failures import refused
 from kvhma.vllm.loads.load_machine import Load, LoadEffect, LoadEvent, LoadState
 from kvhma.vllm.loads.received_params import check_one_way
 from kvhma.vllm.metadata import ReadCommand, StepMetadata, WorkerReport
-from kvhma.vllm.options.doors import SchedulerDoor
 from kvhma.vllm.options.tickets.following import FollowedLoad
-from kvhma.vllm.options.tickets.offers import answer_questions
 from kvhma.vllm.options.tickets.settling import SettlingRequests
 from kvhma.vllm.options.tickets.ticket import TICKET, Ticket, read_ticket
 from kvhma.vllm.options.tickets.ticket_follower import TicketFollower
 from kvhma.vllm.options.tickets.ticket_followers import TicketFollowers
-from kvhma.vllm.options.tickets.worker import OPTION, Step
 from kvhma.vllm.prompts.prompt import is_sample
-from kvhma.vllm.wire.messages import Handler, Question
-from kvhma.vllm.wire.params import DIFFERS, LeaseClaim, PrefillParams
+from kvhma.vllm.wire.params import DIFFERS, PrefillParams
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -54,20 +49,18 @@ _UNWANTED = (LoadEffect.TICKET_REFUSED, LoadEffect.TICKET_CANCELLED)
 """Ends after which P is asked to stop."""
 
 
-class Room(SchedulerDoor):
+class Room(SettlingRequests):
     """Requests that P computes for followers, and requests that D follows.
 
     Attributes:
-        settling: P's requests.
         followed: all that D follows, by request.
         with_blocks: those that have blocks, by request.
     """
 
     def __init__(self, core: KvhmaScheduler) -> None:
         """Start without requests."""
-        self._context = core.context
+        super().__init__(core.context, core.prefill)
         self._decode = core.decode
-        self.settling = SettlingRequests(core.context, core.prefill)
         self._followers = TicketFollowers(core.context.peers, core.context.settings.kv_lease_duration)
         self.followed: dict[str, FollowedLoad] = {}
         self.with_blocks: dict[str, FollowedLoad] = {}
@@ -79,7 +72,7 @@ class Room(SchedulerDoor):
         if params.get(TICKET) is None:
             return False
         if not params.get("do_remote_prefill"):
-            self.settling.on_request_added(request, params)
+            self.open_offer(request, params)
             return False
         load, decode = Load(request), self._decode
         try:
@@ -205,9 +198,8 @@ class Room(SchedulerDoor):
     # --- Pieces -------------------------------------------------------------------------------------------------
 
     def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
-        """Order the next piece of each followed load, and number the step if P computes for followers."""
-        if (step := self.settling.on_step(output)) is not None:
-            metadata.extras[OPTION] = Step(step)
+        """Also order the next piece of each followed load."""
+        super().on_step(output, metadata)
         for request_id, followed in list(self.with_blocks.items()):
             self._read_next_piece(self._decode.pending[request_id], followed)
 
@@ -247,9 +239,8 @@ class Room(SchedulerDoor):
             self._followers.progressed.clear()
 
     def on_results(self, report: WorkerReport) -> None:
-        """Count the ranks that have read their piece of a request, or failed; note whose results these are."""
-        if (step := report.extras.get(OPTION)) is not None:
-            self.settling.on_step_results(step)
+        """Also count the ranks that have read their piece of a request, or failed."""
+        super().on_results(report)
         engine = self._context.engine
         for request_id in report.pieces.keys() & self.with_blocks.keys():
             if error := report.lost_pieces.get(request_id, ""):
@@ -271,25 +262,3 @@ class Room(SchedulerDoor):
                 self._blocks_taken -= followed.blocks
             self._followers.stop_follower(followed.follower, unwanted=effect in _UNWANTED)
             self._context.stats.count("followed", label=_ENDS[effect])
-
-    # --- P ------------------------------------------------------------------------------------------------------
-
-    def answer_questions(self) -> Mapping[type[Question], Handler]:
-        """Return how P's listener answers questions about tickets."""
-        return answer_questions(self.settling.tickets)
-
-    def on_hand_off(self, request: Request, remote: PrefillParams) -> PrefillParams | None:
-        """Return P's parameters with the epoch of the request; None if its follower has cancelled it."""
-        return self.settling.on_hand_off(request.request_id, remote)
-
-    def on_request_held(self, request_id: str, params: Mapping[str, Any], claim: LeaseClaim) -> None:
-        """Publish the parameters of a request whose blocks P holds."""
-        self.settling.on_request_held(request_id, params, claim)
-
-    def on_request_finished(self, request: Request, tables: Sequence[Sequence[int]] | None) -> None:
-        """Publish the end of a request whose blocks P does not hold."""
-        self.settling.on_request_finished(request.request_id)
-
-    def reset_cache(self) -> None:
-        """Tell followers that there is nothing to read any more."""
-        self.settling.end_all()

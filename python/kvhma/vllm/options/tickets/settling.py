@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvhma.errors import KvhmaError
 from kvhma.pieces import settled_tokens, settling_groups
 from kvhma.vllm.holds.prefill import PrefillScheduler
 from kvhma.vllm.holds.scheduler_context import SchedulerContext
-from kvhma.vllm.options.tickets.offers import Offer, OfferState, TicketTable
+from kvhma.vllm.metadata import StepMetadata, WorkerReport
+from kvhma.vllm.options.doors import SchedulerDoor
+from kvhma.vllm.options.tickets.offers import Offer, OfferState, TicketTable, answer_questions
 from kvhma.vllm.options.tickets.ticket import read_ticket_id
+from kvhma.vllm.options.tickets.worker import OPTION, Step
 from kvhma.vllm.wire import peer_log
-from kvhma.vllm.wire.messages import Outcome
+from kvhma.vllm.wire.messages import Handler, Outcome, Question
 from kvhma.vllm.wire.params import LeaseClaim, PrefillParams
 
 if TYPE_CHECKING:
@@ -29,8 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvhma")
 
 
-class SettlingRequests:
-    """Requests with a ticket, and how many of their tokens are settled.
+class SettlingRequests(SchedulerDoor):
+    """P's part of the option: requests with a ticket, and how many of their tokens are settled.
 
     Attributes:
         tickets: the progress that P publishes.
@@ -53,7 +56,7 @@ class SettlingRequests:
         self._computing: deque[int] = deque()
         """Steps in flight that compute something, if the engine drafts."""
 
-    def on_request_added(self, request: Request, params: Mapping[str, Any]) -> None:
+    def open_offer(self, request: Request, params: Mapping[str, Any]) -> None:
         """Add a new request that has a ticket."""
         if self._context.geometry is None:
             return
@@ -75,14 +78,15 @@ class SettlingRequests:
         if self._step is None:
             self._step = 0  # earlier steps have no number, and the last of them may still be in flight
 
-    def on_step(self, output: SchedulerOutput) -> int | None:
-        """Note what a step computes; return its number, or None before the first ticket.
+    def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
+        """Note what a step computes, and number it, from the first ticket on.
 
         This publishes preemptions before the workers can overwrite blocks: they get the step afterwards.
         """
         if self._step is None:
-            return None
+            return
         self._step += 1
+        metadata.extras[OPTION] = Step(self._step)
         if self._context.engine.drafts and output.total_num_scheduled_tokens:
             self._computing.append(self._step)
         for request_id in output.preempted_req_ids or ():
@@ -92,7 +96,6 @@ class SettlingRequests:
             for request_id, computed in _computed_before(output).items():
                 if (offer := self._offers.get(request_id)) is not None:
                     self._note_scheduled(offer, computed, output)
-        return self._step
 
     def _restart(self, offer: Offer) -> None:
         """Note that the computed blocks of a request may be overwritten from now on."""
@@ -137,8 +140,11 @@ class SettlingRequests:
                 computed = min(computed, size * first)
         return computed
 
-    def on_step_results(self, step: int) -> None:
+    def on_results(self, report: WorkerReport) -> None:
         """Note that the results of a step are back."""
+        step: int | None = report.extras.get(OPTION)
+        if step is None:
+            return
         if self._context.engine.drafts:
             # If this step has computed something, the steps before it are settled: a device runs them in order.
             while self._computing and self._computing[0] < step:
@@ -178,9 +184,13 @@ class SettlingRequests:
         engine = self._context.engine
         return not engine.host_staged and engine.pp_size == 1
 
-    def on_hand_off(self, request_id: str, remote: PrefillParams) -> PrefillParams | None:
+    def answer_questions(self) -> Mapping[type[Question], Handler]:
+        """Return how the listener answers questions about tickets."""
+        return answer_questions(self.tickets)
+
+    def on_hand_off(self, request: Request, remote: PrefillParams) -> PrefillParams | None:
         """Return the parameters of a request with its epoch; None if its follower has cancelled it."""
-        offer = self._offers.get(request_id)
+        offer = self._offers.get(request.request_id)
         if offer is None:
             return remote
         return None if offer.state is OfferState.ENDED else remote._replace(epoch=offer.epoch)
@@ -190,13 +200,13 @@ class SettlingRequests:
         if (offer := self._offers.pop(request_id, None)) is not None:
             self.tickets.hand_off(offer.ticket, params, claim)
 
-    def on_request_finished(self, request_id: str) -> None:
-        """Note that a request has ended."""
-        if (offer := self._offers.pop(request_id, None)) is not None:
+    def on_request_finished(self, request: Request, tables: Sequence[Sequence[int]] | None) -> None:
+        """Publish the end of a request whose blocks P does not hold."""
+        if (offer := self._offers.pop(request.request_id, None)) is not None:
             self.tickets.end_ticket(offer.ticket, "P does not hold it: it was aborted, or P cannot hand it off")
 
-    def end_all(self) -> None:
-        """End all offers: the caches are reset."""
+    def reset_cache(self) -> None:
+        """End all offers."""
         self.tickets.end_all("P has reset its caches: its weights may be others now, or it has slept")
 
 
