@@ -9,7 +9,7 @@ import pytest
 from kvhma.vllm.holds.lease_table import LeaseTable
 from kvhma.vllm.loads.lease_renewer import LeaseRenewer
 from kvhma.vllm.options.tickets.offers import TicketTable, answer_questions
-from kvhma.vllm.options.tickets.ticket import Ticket
+from kvhma.vllm.options.tickets.ticket_follower import Ticket
 from kvhma.vllm.options.tickets.ticket_followers import MAX_FOLLOWED, TicketFollowers
 from kvhma.vllm.peers.peers import Peers
 from kvhma.vllm.peers.server import Listener, LocalEngine

@@ -12,8 +12,7 @@ import pytest
 from kvhma.errors import RequestError
 from kvhma.vllm.options.tickets import ticket_follower
 from kvhma.vllm.options.tickets.messages import Progress
-from kvhma.vllm.options.tickets.ticket import Ticket
-from kvhma.vllm.options.tickets.ticket_follower import TicketFollower
+from kvhma.vllm.options.tickets.ticket_follower import Ticket, TicketFollower
 from kvhma.vllm.wire.params import Address
 
 TOKENS = 1_000_000

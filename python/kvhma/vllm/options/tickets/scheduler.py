@@ -17,12 +17,11 @@ from kvhma.vllm.loads.load_machine import Load, LoadEffect, LoadEvent, LoadState
 from kvhma.vllm.loads.received_params import check_one_way
 from kvhma.vllm.metadata import ReadCommand, StepMetadata, WorkerReport
 from kvhma.vllm.options.tickets.following import FollowedLoad
-from kvhma.vllm.options.tickets.settling import SettlingRequests
-from kvhma.vllm.options.tickets.ticket import TICKET, Ticket, read_ticket
-from kvhma.vllm.options.tickets.ticket_follower import TicketFollower
+from kvhma.vllm.options.tickets.settling import TICKET, SettlingRequests, read_ticket_id
+from kvhma.vllm.options.tickets.ticket_follower import Ticket, TicketFollower
 from kvhma.vllm.options.tickets.ticket_followers import TicketFollowers
 from kvhma.vllm.prompts.prompt import is_sample
-from kvhma.vllm.wire.params import DIFFERS, PrefillParams
+from kvhma.vllm.wire.params import DIFFERS, PrefillParams, read_address
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -99,7 +98,7 @@ class Room(SettlingRequests):
 
     def _read_ticket(self, params: dict[str, Any]) -> Ticket:
         check_one_way(params)
-        ticket = read_ticket(params)
+        ticket = Ticket(read_ticket_id(params), read_address(params))
         self._decode.received.check_source(ticket.address)
         return ticket
 

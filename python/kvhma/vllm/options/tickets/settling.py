@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvhma.errors import KvhmaError
 from kvhma.pieces import settled_tokens, settling_groups
 from kvhma.vllm.holds.prefill import PrefillScheduler
@@ -19,17 +21,24 @@ from kvhma.vllm.holds.scheduler_context import SchedulerContext
 from kvhma.vllm.metadata import StepMetadata, WorkerReport
 from kvhma.vllm.options.doors import SchedulerDoor
 from kvhma.vllm.options.tickets.offers import Offer, OfferState, TicketTable, answer_questions
-from kvhma.vllm.options.tickets.ticket import read_ticket_id
 from kvhma.vllm.options.tickets.worker import OPTION, Step
 from kvhma.vllm.wire import peer_log
 from kvhma.vllm.wire.messages import Handler, Outcome, Question
-from kvhma.vllm.wire.params import LeaseClaim, PrefillParams
+from kvhma.vllm.wire.params import Hex128, LeaseClaim, PrefillParams, convert_params
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.kvhma")
+
+
+TICKET = "kvhma_ticket"
+"""Key of the ticket that a proxy draws when it asks P and D at once."""
+
+
+class _Ticket(msgspec.Struct):
+    kvhma_ticket: Hex128
 
 
 class SettlingRequests(SchedulerDoor):
@@ -215,3 +224,12 @@ def _computed_before(output: SchedulerOutput) -> dict[str, int]:
     found = {data.req_id: data.num_computed_tokens for data in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     return found | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+
+
+def read_ticket_id(params: Mapping[str, Any]) -> bytes:
+    """Return the id of the ticket in ``kv_transfer_params``.
+
+    Raises:
+        RequestError: the value is not a ticket.
+    """
+    return bytes.fromhex(convert_params(params, _Ticket).kvhma_ticket)

@@ -7,15 +7,14 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvhma._kvhma import text_to_ids
 from kvhma.errors import RequestError
 from kvhma.text import one_line
 from kvhma.vllm.options.tickets.messages import AskedTicket, Follow, Progress, read_params
-from kvhma.vllm.options.tickets.ticket import Ticket
 from kvhma.vllm.peers.peers import Call
-from kvhma.vllm.wire.params import Incarnation
+from kvhma.vllm.wire.params import Address, Incarnation
 
 _BLOCKS_PER_TOKEN = 4
 _BLOCKS_MORE = 256
@@ -34,6 +33,18 @@ queue. In this time P computes all requests that one D follows (`MAX_FOLLOWED`),
 _ANSWER_BYTES = 1 << 16
 _BLOCK_BYTES = 24
 """Bound of the bytes of a reply: so many, and so many for each block, which may be named in text and in parameters."""
+
+
+class Ticket(NamedTuple):
+    """A request that a proxy has sent to P and to D at once.
+
+    Attributes:
+        id: random, 16 bytes. A peer that knows it may follow the request.
+        address: P's scheduler.
+    """
+
+    id: bytes
+    address: Address
 
 
 @dataclass(eq=False)
@@ -88,11 +99,6 @@ class TicketFollower:
     def is_over(self) -> bool:
         """Whether no more progress will come."""
         return self.params is not None or bool(self.error)
-
-    @property
-    def unread(self) -> int:
-        """Bytes of an unfinished reply to the question about this ticket, and others after it."""
-        return self.question.unread if self.question is not None and self.question.followers[0] is self else 0
 
     def on_progress(self, progress: Progress) -> None:
         """Store the progress that a reply reports.

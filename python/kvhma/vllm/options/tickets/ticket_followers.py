@@ -19,8 +19,7 @@ from functools import partial
 
 from kvhma.errors import HandshakeError, RequestError
 from kvhma.vllm.options.tickets.messages import MAX_TICKETS_ASKED, Progress, Unfollow
-from kvhma.vllm.options.tickets.ticket import Ticket
-from kvhma.vllm.options.tickets.ticket_follower import TicketFollower, TicketQuestion
+from kvhma.vllm.options.tickets.ticket_follower import Ticket, TicketFollower, TicketQuestion
 from kvhma.vllm.peers.peers import MAX_AT_ADDRESS, Peers
 from kvhma.vllm.wire import peer_log
 from kvhma.vllm.wire.messages import Done
