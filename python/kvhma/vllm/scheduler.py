@@ -67,8 +67,6 @@ class KvhmaScheduler:
 
     def close(self) -> None:
         """Stop the threads."""
-        for close in self.context.rooms.close:
-            close()
         self.decode.claims.renewer.close()
         self.context.peers.close()
         self.prefill.close()

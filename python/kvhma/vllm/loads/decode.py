@@ -163,8 +163,8 @@ class DecodeScheduler:
         load = self.pending.get(request.request_id)
         if load is None or load.state is LoadState.REFUSED or load.state.is_end:
             return 0
-        followed = (tokens_at_p(load.request_id) for tokens_at_p in self._context.rooms.tokens_at_p)
-        at_p = max(followed, default=0) if load.remote is None else load.remote.num_tokens
+        remote = self._known_remote(load)
+        at_p = 0 if remote is None else remote.num_tokens
         return load.num_tokens or min(at_p, self._context.engine.loadable_tokens(request.num_prompt_tokens))
 
     def matched_tokens(self, request: Request, local: int) -> tuple[int | None, bool]:
@@ -276,9 +276,7 @@ class DecodeScheduler:
             self.move_load(load, LoadEvent.BLOCKS, command)
 
     def _read_command(self, load: Load, blocks: KVCacheBlocks, external: int) -> ReadCommand:
-        early = (early(load.request_id) for early in self._context.rooms.remote_before_hand_off)
-        remote = load.remote or next(filter(None, early), None)
-        geometry = self._context.geometry
+        remote, geometry = self._known_remote(load), self._context.geometry
         if remote is None or geometry is None:
             raise RequestError("there is no P to load it from")
         tables = [blocks.blocks[index] for index in self._context.engine.transfer_groups]
@@ -292,6 +290,11 @@ class DecodeScheduler:
             outcome=self.claims.outcome(remote),
             optional=load.is_optional,
         )
+
+    def _known_remote(self, load: Load) -> PrefillParams | None:
+        """Return P's parameters of a load; before the hand-off those that an option knows."""
+        early = (early(load.request_id) for early in self._context.rooms.remote_before_hand_off)
+        return load.remote or next(filter(None, early), None)
 
     # --- Steps --------------------------------------------------------------------------------------------------
 

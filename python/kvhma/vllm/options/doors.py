@@ -60,10 +60,6 @@ class SchedulerDoor:
     def on_tokens_asked(self, load: Any) -> None:
         """Note that vLLM asks how much is loaded of a request without blocks: a :class:`Load` of the load machine."""
 
-    def tokens_at_p(self, request_id: str) -> int:
-        """Return how many tokens P will hand off of a request whose parameters D lacks; 0 if that is not known."""
-        return 0
-
     def remote_before_hand_off(self, request_id: str) -> PrefillParams | None:
         """Return what is known of a request whose parameters D lacks; None if the option does not know it."""
 
@@ -146,9 +142,6 @@ class SchedulerDoor:
 
     def reset_cache(self) -> None:
         """Note that the caches are about to be reset: the leases of all requests end."""
-
-    def close(self) -> None:
-        """Stop the option's threads."""
 
 
 class WorkerDoor:

@@ -56,12 +56,11 @@ class FollowedLoad:
     ranks_done: int = 0
     in_pieces: bool = True
 
-    def provisional(self) -> PrefillParams:
-        """Return the parameters of P's request as far as they are known before the hand-off."""
-        follower = self.follower
-        if follower.source is None:
-            raise RequestError("P has not replied yet")
-        source = follower.source
+    def provisional(self) -> PrefillParams | None:
+        """Return the parameters of P's request as far as P has reported them; None before its first reply."""
+        follower, source = self.follower, self.follower.source
+        if source is None:
+            return None
         return PrefillParams(
             address=source.address,
             spans=(),

@@ -134,11 +134,6 @@ class Room(SettlingRequests):
                 load.refusal = refused(str(error))
                 self._decode.move_load(load, LoadEvent.TICKET_LOST)
 
-    def tokens_at_p(self, request_id: str) -> int:
-        """Return how many tokens P will hand off; 0 if that is not known."""
-        followed = self.followed.get(request_id)
-        return 0 if followed is None else followed.follower.total
-
     def remote_before_hand_off(self, request_id: str) -> PrefillParams | None:
         """Return the parameters of P's request as far as they are known."""
         followed = self.followed.get(request_id)
