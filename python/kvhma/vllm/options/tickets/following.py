@@ -30,7 +30,6 @@ class FollowedLoad:
 
     Attributes:
         follower: P's progress.
-        num_prompt_tokens: of D's request.
         command: the blocks to fill, and how many tokens; None before vLLM has allocated blocks.
         blocks: number of blocks that the load needs.
         checked: whether D has compared P's prompt with its own.
@@ -44,7 +43,6 @@ class FollowedLoad:
     """
 
     follower: TicketFollower
-    num_prompt_tokens: int
     command: ReadCommand | None = None
     blocks: int = 0
     checked: bool = False
@@ -95,17 +93,13 @@ class FollowedLoad:
         remote = command.remote._replace(spans=tuple(Span(0, tables.get(group, [])) for group in range(groups)))
         return command._replace(remote=remote, num_tokens=end, spans=tuple(spans), outcome=None, piece=True)
 
-    def note_piece_read(self, ranks: int, total_ranks: int, error: str) -> bool:
-        """Count ranks that have read a piece; return whether all have. An `error` ends the reading in pieces."""
+    def note_piece_read(self, ranks: int, total_ranks: int, *, is_lost: bool) -> None:
+        """Count ranks that have read a piece. A lost one ends the reading in pieces."""
         self.ranks_done += ranks
-        if error:
-            self.in_pieces = False
-        if self.ranks_done < total_ranks:
-            return False
-        self.is_reading = False
-        if not self.in_pieces:
+        self.in_pieces &= not is_lost
+        self.is_reading = self.ranks_done < total_ranks
+        if not self.is_reading and not self.in_pieces:
             self.done = self.done_before
-        return True
 
     def last_piece(self, geometry: Geometry, remote: PrefillParams) -> ReadCommand:
         """Return the command that reads the rest, after P has handed off the request.

@@ -103,11 +103,12 @@ class Room(SettlingRequests):
         return ticket
 
     def _follow_ticket(self, request: Request, ticket: Ticket) -> FollowedLoad:
-        tokens = request.num_prompt_tokens
         # With host staging, a piece would have to stay in host memory until the digest of the whole prompt is made.
         engine = self._context.engine
-        follower = self._followers.follow_ticket(ticket, tokens, is_own=engine.is_own(ticket.address))
-        return FollowedLoad(follower, tokens, in_pieces=not engine.host_staged)
+        follower = self._followers.follow_ticket(
+            ticket, request.num_prompt_tokens, is_own=engine.is_own(ticket.address)
+        )
+        return FollowedLoad(follower, in_pieces=not engine.host_staged)
 
     def _cancel_ticket(self, ticket: Ticket) -> None:
         """Cancel a ticket at P that D has never followed."""
@@ -210,7 +211,7 @@ class Room(SettlingRequests):
             decode.move_load(load, LoadEvent.TICKET_LOST)
         elif params is not None:
             try:
-                remote = decode.received.read_of_known(params, followed.num_prompt_tokens)
+                remote = decode.received.read_of_known(params, load.request.num_prompt_tokens)
                 command = followed.last_piece(geometry, remote)
             except KvhmaError as error:
                 load.refusal = refused(str(error))
@@ -237,9 +238,9 @@ class Room(SettlingRequests):
         super().on_results(report)
         engine = self._context.engine
         for request_id in report.pieces.keys() & self.with_blocks.keys():
-            if error := report.lost_pieces.get(request_id, ""):
+            if is_lost := request_id in report.lost_pieces:
                 self._context.stats.count("lost_pieces")
-            self.with_blocks[request_id].note_piece_read(report.pieces[request_id], engine.workers, error)
+            self.with_blocks[request_id].note_piece_read(report.pieces[request_id], engine.workers, is_lost=is_lost)
 
     def carry_out(self, load: Load, effect: enum.Enum, command: ReadCommand | None) -> None:
         """Note the blocks that the pieces fill, or stop following a request."""
