@@ -98,11 +98,6 @@ class EngineFacts:
         return self.tp_size * self.pp_size * self.pcp_size
 
     @property
-    def worker_releases(self) -> bool:
-        """Whether one worker alone loads a request, so that it releases the blocks at P itself."""
-        return self.workers == 1
-
-    @property
     def ranks_of_stage(self) -> int:
         """Number of workers of a stage with different worker identities.
 

@@ -86,7 +86,8 @@ class DecodeScheduler:
         """
         load = Load(request, is_optional=True, min_tokens=min_tokens)
         try:
-            remote = self.received.check_optional(read())
+            remote = read()
+            self.received.check_source(remote.address, remote.engine_id)
         except KvhmaError as error:
             reason = "other_prompt" if isinstance(error, OtherPromptError) else "refused"
             self.fall_back(load, reason, str(error))

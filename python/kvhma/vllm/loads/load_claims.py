@@ -53,8 +53,8 @@ class LoadClaims:
         return command._replace(outcome=self.outcome(command.remote))
 
     def is_held(self, load: Load) -> bool | None:
-        """Return whether P still holds the blocks; None if P must reply first."""
-        if not load.must_be_confirmed or load.remote is None:
+        """Return whether P still holds the blocks; None if P must reply first: it may have freed them long ago."""
+        if not (load.is_shared or load.is_optional) or load.remote is None:
             return True
         held = self.renewer.is_held(load.remote.address, load.remote.claim(load.reader))
         if held is None and time.monotonic() - load.since >= self._context.settings.handshake_timeout:
@@ -88,11 +88,11 @@ class LoadClaims:
         return self._read_outcome(remote) if self._worker_notifies(remote) else None
 
     def _worker_notifies(self, remote: PrefillParams | None) -> bool:
-        """Return whether the worker itself notifies P after its read."""
+        """Return whether the worker itself notifies P after its read: it alone loads the request."""
         must_hold = remote is not None and any(
             must_hold(remote) for must_hold in self._context.rooms.must_hold_until_reported
         )
-        return self._context.engine.worker_releases and not must_hold
+        return self._context.engine.workers == 1 and not must_hold
 
     def _read_outcome(self, remote: PrefillParams) -> Outcome:
         # Each of these may still be a reader of the same blocks. If not, P holds them for two seconds longer.

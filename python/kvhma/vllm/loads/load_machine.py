@@ -250,11 +250,6 @@ class Load:
         """Note the name of its request."""
         self.request_id = self.request.request_id
 
-    @property
-    def must_be_confirmed(self) -> bool:
-        """Whether P has to say that it holds the blocks before they are loaded: it may have freed them long ago."""
-        return self.is_shared or self.is_optional
-
     def begin_attempt(self) -> None:
         """Count a read that is about to be ordered."""
         self.attempt = Attempt(1 if self.attempt is None else self.attempt.number + 1)

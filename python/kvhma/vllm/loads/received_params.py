@@ -23,7 +23,7 @@ class ReceivedParams:
         self._context = context
 
     def read(self, request: Request, params: Mapping[str, Any]) -> PrefillParams:
-        """Return the parameters of a prompt that P has computed."""
+        """Return the parameters of a prompt that P has computed, without items: an option uses these."""
         check_one_way(params)
         for key, option in ASKED_BY_KEY.items():
             if params.get(key) is not None:
@@ -34,7 +34,7 @@ class ReceivedParams:
         self.check_source(remote.address, remote.engine_id)
         for on_params_read in self._context.rooms.on_params_read:
             on_params_read(request, remote)
-        return self.as_used(remote)
+        return remote._replace(items=())
 
     def read_of_rejected(self, params: Mapping[str, Any]) -> PrefillParams:
         """Return the parameters of a request that vLLM has rejected, whose prompt is not known."""
@@ -43,17 +43,8 @@ class ReceivedParams:
         return remote
 
     def read_of_known(self, params: Mapping[str, Any], num_prompt_tokens: int) -> PrefillParams:
-        """Return the parameters that P itself has sent, after :meth:`check_source`."""
-        return self.as_used(self._signed(params, num_prompt_tokens))
-
-    def check_optional(self, remote: PrefillParams) -> PrefillParams:
-        """Return parameters that an option has read."""
-        self.check_source(remote.address, remote.engine_id)
-        return remote
-
-    def as_used(self, remote: PrefillParams) -> PrefillParams:
-        """Return parameters as D uses them: no items."""
-        return remote._replace(items=()) if remote.items else remote
+        """Return the parameters that P itself has sent, after :meth:`check_source`, without items."""
+        return self._signed(params, num_prompt_tokens)._replace(items=())
 
     def _signed(self, params: Mapping[str, Any], num_prompt_tokens: int | None) -> PrefillParams:
         return PrefillParams.from_params(params, self._context.secrets, num_prompt_tokens=num_prompt_tokens)
