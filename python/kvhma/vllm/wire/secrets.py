@@ -76,7 +76,7 @@ class _Current:
     """The secrets at one time. Without secrets the contexts are `None`."""
 
     credentials: tuple[_Credential, ...] = ()
-    sign_keys: tuple[bytes, ...] = (b"",)
+    sign_keys: tuple[bytes, ...] = field(default=(b"",), repr=False)
     server: ssl.SSLContext | None = None
     client: ssl.SSLContext | None = None
     accepted: frozenset[bytes] = frozenset()
