@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the installed vLLM calls on a connector, and what its requests bring, is exactly what the contracts list."""
 
+import contextlib
+import inspect
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,10 @@ from vllm.v1.request import Request
 import kvhma.vllm.scheduler
 from kvhma.versions import series
 from kvhma.vllm import KvhmaConnector
+from kvhma.vllm.connector import _DIRECT_CALLS
 from support import connector_contract, request_contract
 from support.connector_contract import ATTRIBUTES, CALLERS, attributes, calls, holders, hooks, members, takes_all_of
+from support.schedulers import scheduler
 
 SERIES = "{}.{}".format(*series(vllm.__version__))
 HOOKS = hooks(SERIES)
@@ -41,6 +45,13 @@ def test_a_hook_is_ours_or_inherited_on_purpose(name):
     assert (name in vars(KvhmaConnector)) == hook.ours
     if hook.ours:
         assert takes_all_of(vars(KvhmaConnector)[name], hook)
+
+
+@pytest.mark.parametrize(("call", "name"), _DIRECT_CALLS.items())
+def test_what_answers_a_call_in_place_of_the_hook_takes_the_same(call, name):
+    with contextlib.closing(scheduler()) as made:
+        named = [list(inspect.signature(one).parameters) for one in (vars(KvhmaConnector)[call], getattr(made, name))]
+    assert named[0][1:] == named[1]
 
 
 def test_nothing_that_vllm_calls_is_missing():

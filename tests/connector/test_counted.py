@@ -24,9 +24,9 @@ from kvhma.vllm.loads import decode
 from support.engines.engine import free_port
 
 PACKAGE = str(Path(kvhma.__file__).parent)
-DIFFERENT = {"P": 104, "D": 129}
-CALLS = {"P": 146, "D": 403}
-IDLE_CALLS = 27
+DIFFERENT = {"P": 85, "D": 110}
+CALLS = {"P": 109, "D": 187}
+IDLE_CALLS = 4
 """Most functions of kvhma, and calls of them: of a request of 1,000 tokens without windows, and of an idle step."""
 
 

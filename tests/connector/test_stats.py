@@ -49,10 +49,11 @@ def sample(name, engine=0, **labels):
 
 
 def test_a_gauge_that_comes_back_to_0_says_so(clock, prom):
-    gauges = {"held_leases": 0, "pinned_blocks": 0}
-    collector = StatsCollector(lambda: gauges, busy=lambda: any(gauges.values()))
+    gauges, held = {"held_leases": 0, "pinned_blocks": 0}, []
+    collector = StatsCollector(lambda: gauges, busy=held)
     assert collector.take() is None, "nothing has been kept yet"
     gauges |= {"held_leases": 2, "pinned_blocks": 40}
+    held += ["a", "b"]
     assert collector.take() is None, "it may be over in a moment"
     clock.now += 1
     prom.observe(sent(collector.take()))
@@ -60,6 +61,7 @@ def test_a_gauge_that_comes_back_to_0_says_so(clock, prom):
     assert (sample("held_leases", engine=1), sample("loads_in_flight")) == (0, 0)
     clock.now += 0.01
     gauges |= {"held_leases": 0, "pinned_blocks": 0}
+    held.clear()
     taken = collector.take()
     assert taken is not None
     assert not taken.is_empty()

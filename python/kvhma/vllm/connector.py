@@ -77,6 +77,16 @@ logger = logging.getLogger("vllm.kvhma")
 _NOTICED_SECONDS = 0.1
 """How long memory stays mapped after its connections were closed."""
 
+_DIRECT_CALLS = {
+    "on_new_request": "on_request_added",
+    "get_num_new_matched_tokens": "matched_tokens",
+    "update_state_after_alloc": "on_blocks_allocated",
+    "build_connector_meta": "on_step",
+    "update_connector_output": "on_worker_results",
+    "get_kv_connector_stats": "take_stats",
+}
+"""Calls that vLLM makes in every step, or for every request. They reach KvhmaScheduler without a call in between."""
+
 
 class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
     """Transfers KV caches of hybrid models from a prefill engine to a decode engine; the decode engine reads.
@@ -117,7 +127,10 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
                 logger.info("kvhma: the side channel listens at %s and advertises %s", bind, facts.address)
             if self._settings.bidirectional_kv_xfer and (why := no_answers(vllm_config)):
                 logger.warning("kvhma: bidirectional_kv_xfer has no effect: %s", why)
-            self._kvhma_scheduler = KvhmaScheduler(self._settings, self._secrets, facts)
+            self._kvhma_scheduler = scheduler = KvhmaScheduler(self._settings, self._secrets, facts)
+            for call, name in _DIRECT_CALLS.items():
+                if getattr(type(self), call) is getattr(KvhmaConnector, call):  # no subclass has its own
+                    setattr(self, call, getattr(scheduler, name))
 
     @property
     def _scheduler(self) -> KvhmaScheduler:
@@ -346,8 +359,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> TransferStats | None:
         """Return the statistics since the last call."""
-        part = self._worker or self._kvhma_scheduler
-        return None if part is None else part.take_stats()
+        return None if self._worker is None else self._worker.take_stats()
 
     def shutdown(self) -> None:
         """Stop the threads and release all resources."""

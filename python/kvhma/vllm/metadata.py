@@ -88,6 +88,10 @@ class StepMetadata(KVConnectorMetadata):
         return _step, (packed, {index: dict(load.extras) for index, load in enumerate(loads) if load.extras}, *fields)
 
 
+NOTHING, NOTHING_IDLE = StepMetadata(), StepMetadata(idle=True)
+"""Of steps that tell the workers nothing, as most do. Neither scheduler nor workers change these two."""
+
+
 def _step(packed: bytes, extras: Mapping[int, Mapping[str, Any]], *fields: Any) -> StepMetadata:
     loads = [_load(row) for row in msgspec.msgpack.decode(packed)] if packed else []
     for index, of_load in extras.items():

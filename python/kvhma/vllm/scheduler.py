@@ -26,9 +26,9 @@ from kvhma.vllm.internals import (
 from kvhma.vllm.loads.decode import DecodeScheduler
 from kvhma.vllm.loads.load_machine import Load
 from kvhma.vllm.loads.prefix_cache import has_partial_hits, hits_may_differ
-from kvhma.vllm.metadata import LocalWorkerIdentity, StepMetadata, WorkerReport
+from kvhma.vllm.metadata import NOTHING, NOTHING_IDLE, LocalWorkerIdentity, StepMetadata, WorkerReport
 from kvhma.vllm.options.doors import Rooms, SchedulerDoor
-from kvhma.vllm.telemetry.stats import StatsCollector, TransferStats
+from kvhma.vllm.telemetry.stats import StatsCollector
 from kvhma.vllm.wire.secrets import Secrets
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class KvhmaScheduler:
     def __init__(self, settings: Settings, secrets: Secrets, engine: EngineFacts) -> None:
         """Start without threads; :meth:`serve` begins to answer other engines."""
         leases = LeaseTable(settings.kv_lease_duration)
-        stats = StatsCollector(lambda: lease_gauges(leases), busy=lambda: len(leases) > 0)
+        stats = StatsCollector(lambda: lease_gauges(leases), busy=leases.held)
         self.context = SchedulerContext(settings, engine, leases, secrets, stats)
         self.prefill = PrefillScheduler(self.context)
         self._loop = EngineLoop(leases, self.context.peers, self.prefill.free_ended_leases, engine.step_timeout)
@@ -64,6 +64,11 @@ class KvhmaScheduler:
         self.hits_may_differ = True
         self._idle_steps = 0
         """Steps without work since the last step with work."""
+        self._is_due = True
+        """Whether the next step may have something to do besides what it computes. Each call of vLLM's that may bring
+        something sets this. A step keeps it set while loads are pending or blocks are held, because other threads and
+        the time bring something then, or while an option asks for it."""
+        self.take_stats = stats.take
 
     def close(self) -> None:
         """Stop the threads."""
@@ -104,6 +109,7 @@ class KvhmaScheduler:
 
     def reset_cache(self) -> None:
         """Free all that this engine holds for other engines: vLLM resets its caches, as for other weights."""
+        self._is_due = True
         self.prefill.reset_cache()
 
     def on_request_added(self, request: Request) -> None:
@@ -111,6 +117,7 @@ class KvhmaScheduler:
         params: Any = request.kv_transfer_params
         if params is None:
             return
+        self._is_due = True
         if not isinstance(params, dict):
             drop_params(request)
             text = f"kv_transfer_params is of type {type(params).__name__}, expected a dictionary"
@@ -121,28 +128,31 @@ class KvhmaScheduler:
         elif params.get("do_remote_prefill"):
             taken = [added(request, params) for added in self.context.rooms.on_request_added]
             if not any(taken):
-                self.decode.on_request_added(request, params)
+                self.decode.add_params(Load(request), params)
         elif params.get("do_remote_decode") is True:
             self.prefill.on_request_added(request)
             for on_request_added in self.context.rooms.on_request_added:
                 on_request_added(request, params)
 
-    def matched_tokens(self, request: Request, local: int) -> tuple[int | None, bool]:
-        """Return how many tokens beyond the `local` ones will be loaded, None if that is not known yet."""
-        found = self.decode.matched_tokens(request, local)
+    def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens beyond the computed ones will be loaded, None if that is not known yet."""
+        self._is_due = True
+        found = self.decode.matched_tokens(request, num_computed_tokens)
         if found[0] is not None:
             for on_blocks_wanted in self.context.rooms.on_blocks_wanted:
                 on_blocks_wanted(request)
         return found
 
-    def on_blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+    def on_blocks_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Pass on the blocks that vLLM has allocated for a request."""
+        self._is_due = True
         for on_blocks_allocated in self.context.rooms.on_blocks_allocated:
             on_blocks_allocated(request)
-        self.decode.on_blocks_allocated(request, blocks, external)
+        self.decode.on_blocks_allocated(request, blocks, num_external_tokens)
 
     def make_room(self) -> bool:
         """Free blocks for a request that lacks some; return whether the next step has more."""
+        self._is_due = True
         return self.prefill.free_ended_leases() or any(make_room() for make_room in self.context.rooms.make_room)
 
     def needs_step(self) -> bool:
@@ -150,19 +160,22 @@ class KvhmaScheduler:
         is_due = self._loop.must_step()  # in any case: it notes that no step runs
         return is_due or any(needs() for needs in self.context.rooms.needs_step)
 
-    def on_step(self, output: SchedulerOutput) -> StepMetadata:
-        """Return what the workers must know in this step."""
-        idle = output.total_num_scheduled_tokens == 0
+    def on_step(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        """Return what the workers must know in this step; look for nothing if nothing can have come."""
+        idle = scheduler_output.total_num_scheduled_tokens == 0
         self._loop.on_step(computes=not idle)
         self._idle_steps = self._idle_steps + 1 if idle else 0
+        if not self._is_due:
+            return NOTHING_IDLE if idle else NOTHING
         if self._idle_steps > STEPS_UNDER_WAY and self.context.engine.may_wait:
             self._wait_for_peers()
         metadata = self.decode.metadata
         metadata.idle = idle
-        for on_step in self.context.rooms.on_step:
-            on_step(output, metadata)
-        self.prefill.on_step(output, metadata)
-        return self.decode.take_metadata()
+        asked = [on_step(scheduler_output, metadata) for on_step in self.context.rooms.on_step]
+        self.prefill.on_step()
+        metadata = self.decode.take_metadata()
+        self._is_due = any(asked) or bool(self.decode.pending) or not self.context.leases.is_empty
+        return metadata
 
     def _wait_for_peers(self) -> None:
         """Wait a little for other threads and engines: a spinning step would take Python's lock and cores from them."""
@@ -173,23 +186,26 @@ class KvhmaScheduler:
         else:
             self.context.leases.wait_for_end(_END_SECONDS)
 
-    def on_worker_results(self, output: KVConnectorOutput) -> None:
+    def on_worker_results(self, connector_output: KVConnectorOutput) -> None:
         """Pass on which loads have ended."""
-        report = output.kv_connector_worker_meta
+        report = connector_output.kv_connector_worker_meta
+        if report is None and not connector_output.finished_recving:
+            return
+        self._is_due = True
         if report is not None and isinstance(report, WorkerReport):  # the latter asks an abstract class
             self.decode.on_worker_report(report)
             for on_results in self.context.rooms.on_results:
                 on_results(report)
-        for name in (output.finished_recving or set()) - (output.failed_recving or set()):
+        for name in (connector_output.finished_recving or set()) - (connector_output.failed_recving or set()):
             load = self.decode.pending.get(name)  # the call below removes it
             if load is not None and load.end is None and load.attempt is not None:
                 for on_request_loaded in self.context.rooms.on_request_loaded:
                     on_request_loaded(name, load.attempt.first_tokens)
-        self.decode.on_worker_results(output)
+        self.decode.on_worker_results(connector_output)
 
     def on_request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """Return the parameters by which an engine reads the blocks of an ended request; None if they are not held."""
-        params = None
+        self._is_due, params = True, None
         is_loaded = not self.decode.on_request_finished(request)
         if is_loaded:
             params = self.prefill.on_request_finished(request, tables)
@@ -199,10 +215,6 @@ class KvhmaScheduler:
             held = on_request_finished(request, tables if is_loaded and params is None else None)
             params = held or params
         return params
-
-    def take_stats(self) -> TransferStats | None:
-        """Return the counts since the last call."""
-        return self.context.stats.take()
 
 
 def lease_gauges(leases: LeaseTable) -> dict[str, float]:

@@ -13,7 +13,7 @@ import enum
 import hmac
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -163,6 +163,7 @@ class LeaseTable:
 
     Attributes:
         max_unread_blocks: bound of the unread blocks; None for no bound.
+        held: the held requests, for those who only ask whether there are any. Reading it takes no lock.
     """
 
     def __init__(self, lease: float) -> None:
@@ -174,6 +175,7 @@ class LeaseTable:
         self._has_ended = threading.Condition(self._lock)
         self._held: dict[LeaseKey, _Held] = {}
         """In the order in which they finished."""
+        self.held: Collection[LeaseKey] = self._held
         self._ended: dict[LeaseEnd, list[EndedLease]] = {}
         self._without_reader = BlockUsers()
         self._held_blocks = BlockUsers()

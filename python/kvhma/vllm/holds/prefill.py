@@ -17,14 +17,13 @@ from kvhma.vllm.holds.lease_boards import LeaseBoards
 from kvhma.vllm.holds.lease_table import EndedLease, LeaseEnd
 from kvhma.vllm.holds.scheduler_context import SchedulerContext
 from kvhma.vllm.internals import shorten_prompt
-from kvhma.vllm.metadata import LocalWorkerIdentity, StepMetadata
+from kvhma.vllm.metadata import LocalWorkerIdentity
 from kvhma.vllm.peers.server import Listener, LocalEngine
 from kvhma.vllm.wire import peer_log
 from kvhma.vllm.wire.messages import Handler, Question
 from kvhma.vllm.wire.params import Incarnation, LeaseClaim, LeaseKey, PrefillParams, random_id
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.kvhma")
@@ -127,7 +126,7 @@ class PrefillScheduler:
         """Return how many tokens of a prompt P will hand off."""
         return int(request.num_prompt_tokens) - self._left_to_d(request)
 
-    def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
+    def on_step(self) -> None:
         """Free blocks whose lease has ended."""
         self.free_ended_leases()
         if refused := self._context.leases.take_digests_refused():

@@ -72,10 +72,6 @@ class DecodeScheduler:
 
     # --- A new request ------------------------------------------------------------------------------------------
 
-    def on_request_added(self, request: Request, params: dict[str, Any]) -> None:
-        """Add a request whose prompt another engine has computed."""
-        self.add_params(Load(request), params)
-
     def add_optional(self, request: Request, read: Callable[[], PrefillParams], min_tokens: int) -> None:
         """Add a request that this engine prefills, and whose beginning another engine may hold.
 
@@ -151,11 +147,11 @@ class DecodeScheduler:
             if load.is_shared:
                 self.move_load(load, LoadEvent.SHARED)
 
-    def _compare_finished(self, load: Load | None) -> Load | None:
-        """Finish a comparison that still waits; return the load, or None if it has ended or there is no load."""
-        if load is not None and load.request_id in self._loads.comparing:
-            self._compare_prompt(load)
-        return None if load is None or load.state.is_end else load
+    def _compared_load(self, request_id: str) -> Load | None:
+        """Return the load of a request, after a comparison that still waits; None if it has ended, or without one."""
+        if request_id in self._loads.comparing:
+            self._compare_prompt(self._loads.comparing[request_id])
+        return self.pending.get(request_id)
 
     # --- What vLLM asks -----------------------------------------------------------------------------------------
 
@@ -244,7 +240,10 @@ class DecodeScheduler:
 
     def _why_not_computed(self, request: Request, local: int) -> str:
         """Return why D cannot compute a request if nothing is loaded; empty if it can."""
-        return next((why for ask in self._context.rooms.why_not_computed if (why := ask(request, local))), "")
+        for ask in self._context.rooms.why_not_computed:
+            if why := ask(request, local):
+                return str(why)
+        return ""
 
     def hit_without_load(self, request: Request, local: int) -> int:
         """Return how many tokens vLLM would not compute if nothing is loaded: `local` is only full attention's hit."""
@@ -258,7 +257,7 @@ class DecodeScheduler:
     def on_blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Make the read command for the blocks that vLLM has given a load; without external tokens it loads nothing."""
         self.failed.on_blocks_or_end(request.request_id)
-        load = self._compare_finished(self.pending.get(request.request_id))
+        load = self._compared_load(request.request_id)
         if load is None or load.state in _HAS_BLOCKS:
             return
         if external <= 0:
@@ -376,7 +375,7 @@ class DecodeScheduler:
     def on_request_finished(self, request: Request) -> bool:
         """Note that a request has ended; return whether it had a load."""
         self.failed.on_blocks_or_end(request.request_id)
-        load = self._compare_finished(self.pending.get(request.request_id))
+        load = self._compared_load(request.request_id)
         if load is None:
             return False
         is_aborted = request.status.name == "FINISHED_ABORTED"

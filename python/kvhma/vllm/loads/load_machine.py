@@ -180,7 +180,6 @@ TABLE: Mapping[tuple[LoadState, LoadEvent], tuple[LoadState, tuple[LoadEffect, .
 
 # Each step asks for states. Before Python 3.12 a tuple at hand is faster than members of an Enum.
 _ENDS = (LoadState.LOCAL, LoadState.GONE)
-_COMPARED = (LoadState.COMPARING,)
 _MAY_BE_CLAIMED = (LoadState.WAITING, LoadState.LOADING, LoadState.RETRYING)
 
 
@@ -277,19 +276,18 @@ class Loads:
             KeyError: the table has no such event in this state, which is an error of the caller's.
         """
         load.state, effects = TABLE[load.state, event]
-        _keep(self.by_id, load, load.state not in _ENDS)
-        _keep(self.comparing, load, load.state in _COMPARED)
-        _keep(self.unclaimed, load, load.claim is None and load.state in _MAY_BE_CLAIMED)
+        for loads, belongs in (
+            (self.by_id, load.state not in _ENDS),
+            (self.comparing, load.state is LoadState.COMPARING),
+            (self.unclaimed, load.claim is None and load.state in _MAY_BE_CLAIMED),
+        ):
+            if belongs:
+                loads[load.request_id] = load
+            else:
+                loads.pop(load.request_id, None)
         return effects
 
     def claimed(self, load: Load, claim: LeaseClaim) -> None:
         """Note that P holds the blocks of a load for this claim."""
         load.claim = claim
         self.unclaimed.pop(load.request_id, None)
-
-
-def _keep(loads: dict[str, Load], load: Load, belongs: bool) -> None:
-    if belongs:
-        loads[load.request_id] = load
-    else:
-        loads.pop(load.request_id, None)

@@ -90,8 +90,14 @@ class SchedulerDoor:
         """Return whether P must hold the blocks of a load until it was reported, and not only until it was read."""
         return False
 
-    def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
-        """Add the option's commands to those of a step, or change them."""
+    def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> bool:
+        """Add the option's commands to those of a step, or change them.
+
+        Returns:
+            Whether the option needs the next step in any case. Otherwise a step is left out if vLLM has made no other
+            call since the last one, no load is pending and no blocks are held.
+        """
+        return False
 
     def wait_for_progress(self) -> None:
         """Wait a little for other engines, in a step that has nothing else to do while loads are pending."""

@@ -48,11 +48,11 @@ class LoadResults:
     def __init__(self, case_folder: str | None = None) -> None:
         """Start without loads."""
         self.cases = CaseFolder(case_folder)
-        self.stats = StatsCollector(self._gauges, busy=lambda: bool(self._unreported))
         self._lock = threading.Lock()
         self._has_ended = threading.Condition(self._lock)
         self._unreported: dict[str, _Unreported] = {}
         """By request, in the order of the scheduler."""
+        self.stats = StatsCollector(self._gauges, busy=self._unreported)
         self._need_step: set[str] = set()
         """Loads that an option lets wait for another step."""
         self._reads = 0

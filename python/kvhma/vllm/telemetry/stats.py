@@ -7,7 +7,7 @@ import contextlib
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -197,14 +197,13 @@ class TransferStats(KVConnectorStats):
 class StatsCollector:
     """What one process counts until vLLM takes it. Safe to use from several threads."""
 
-    def __init__(
-        self, gauges: Callable[[], Mapping[str, float]] = dict, *, busy: Callable[[], bool] = lambda: False
-    ) -> None:
+    def __init__(self, gauges: Callable[[], Mapping[str, float]] = dict, *, busy: Collection[Any] = ()) -> None:
         """Start with nothing.
 
         Args:
             gauges: returns the gauges of this process.
-            busy: whether any gauge may differ from 0. vLLM takes the stats in every step, so this has to be cheap.
+            busy: not empty while any gauge may differ from 0. vLLM takes the stats in every step, so the look has to be
+                cheap.
         """
         self._gauges = gauges
         self._busy = busy
@@ -237,19 +236,19 @@ class StatsCollector:
         It includes the gauges once a second while any of them is not 0, and once more when all are 0 again. Shorter
         peaks are left out: P holds most requests for some milliseconds.
         """
-        if self._is_time_to_report():
+        if (self._busy or self._report_at is not None) and self._is_time_to_report():
             values = self._gauges()
             with self._lock:
                 for name, value in values.items():
                     self._stats.gauge(name, value)
-        if self._stats.is_empty():  # a number that is counted right now is in the next call's
+        if not self._stats.data:  # a number that is counted right now is in the next call's
             return None
         with self._lock:
             stats, self._stats = self._stats, TransferStats()
         return stats
 
     def _is_time_to_report(self) -> bool:
-        if not self._busy():
+        if not self._busy:
             reported, self._reported, self._report_at = self._reported, False, None
             return reported
         now = time.monotonic()

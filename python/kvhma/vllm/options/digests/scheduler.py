@@ -71,10 +71,11 @@ class Room(SchedulerDoor):
         """Return whether P makes a digest: D asks for it after the read."""
         return remote.content_seed is not None
 
-    def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
+    def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> bool:
         """Add what the workers have to sum, and the verdicts on what they have loaded."""
         if self._step.orders or self._step.verdicts:
             metadata.extras[NAME], self._step = self._step, StepDigests([], {})
+        return False
 
     def on_results(self, report: WorkerReport) -> None:
         """Add the sums of some ranks. A rank that has failed fails the load, so no other rank must wait for it."""

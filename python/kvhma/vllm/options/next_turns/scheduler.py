@@ -228,7 +228,7 @@ class Room(SchedulerDoor):
             self._hold(turn.key, turn.digest, turn.blocks)
         self._settling.clear()
 
-    def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
+    def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> bool:
         """Evict kept turns if requests lack blocks."""
         freed = self._prefill.free_ended_leases()  # after vLLM last looked for blocks
         self._steps += 1
@@ -243,6 +243,7 @@ class Room(SchedulerDoor):
             self.make_room()
         elif self._loaded:  # they may lack only a place in the batch
             self._evict(self._room + max(map(self._blocks_lacking, self._loaded.values())))
+        return True  # it counts the steps, and what they schedule
 
     def make_room(self) -> bool:
         """Evict some kept turns; return whether there were any."""

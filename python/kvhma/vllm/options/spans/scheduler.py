@@ -50,7 +50,7 @@ class Room(SchedulerDoor):
             self._traced[request.request_id] = parent, time.monotonic()
         return False
 
-    def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
+    def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> bool:
         """Add the traces."""
         for index, command in enumerate(metadata.loads if self._traced else ()):
             if command.request_id in self._traced:
@@ -58,6 +58,7 @@ class Room(SchedulerDoor):
                 trace = Trace(parent, 0.0 if added_at is None else time.monotonic() - added_at)
                 metadata.loads[index] = command.with_extra("spans", trace)
                 self._traced[command.request_id] = parent, None
+        return False
 
     def on_request_finished(self, request: Request, tables: Sequence[Sequence[int]] | None) -> None:
         """Drop the trace of a request."""

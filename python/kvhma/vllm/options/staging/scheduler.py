@@ -64,7 +64,7 @@ class Room(SchedulerDoor):
             self._prompts[request.request_id] = _Prompt(request)
         return False
 
-    def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
+    def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> bool:
         """Order copies of the requests whose prompt this step completes.
 
         A request is copied again after each preemption. It then has other blocks, and all may be prefix-cache hits.
@@ -86,6 +86,7 @@ class Room(SchedulerDoor):
                     copies.append((spans, prompt.slots))
         if copies:
             metadata.extras[NAME] = copies
+        return bool(self._prompts)
 
     def _take_slots(self, request_id: str, spans: tuple[Span, ...]) -> tuple[Span, ...] | None:
         """Return slots for the blocks of a request; None if there is no room, and so no hand-off."""

@@ -192,11 +192,12 @@ class Room(SettlingRequests):
 
     # --- Pieces -------------------------------------------------------------------------------------------------
 
-    def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
+    def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> bool:
         """Also order the next piece of each followed load."""
-        super().on_step(output, metadata)
+        needs_next = super().on_step(output, metadata)
         for request_id, followed in list(self.with_blocks.items()):
             self._read_next_piece(self._decode.pending[request_id], followed)
+        return needs_next
 
     def _read_next_piece(self, load: Load, followed: FollowedLoad) -> None:
         """Order the next piece of a followed load, or the rest after the hand-off; not while it reads a piece."""

@@ -87,13 +87,13 @@ class SettlingRequests(SchedulerDoor):
         if self._step is None:
             self._step = 0  # earlier steps have no number, and the last of them may still be in flight
 
-    def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> None:
+    def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> bool:
         """Note what a step computes, and number it, from the first ticket on.
 
         This publishes preemptions before the workers can overwrite blocks: they get the step afterwards.
         """
         if self._step is None:
-            return
+            return False
         self._step += 1
         metadata.extras[OPTION] = Step(self._step)
         if self._context.engine.drafts and output.total_num_scheduled_tokens:
@@ -105,6 +105,7 @@ class SettlingRequests(SchedulerDoor):
             for request_id, computed in _computed_before(output).items():
                 if (offer := self._offers.get(request_id)) is not None:
                     self._note_scheduled(offer, computed, output)
+        return True
 
     def _restart(self, offer: Offer) -> None:
         """Note that the computed blocks of a request may be overwritten from now on."""
