@@ -34,7 +34,7 @@ from kvhma.vllm.wire.messages import (
 from support import listener_memory
 from support.listener_memory import KIB, MIB, TICKET, Limits, page_rows
 from support.listening import NONCE, answers, connect, framed
-from support.strangers import own_certificate, own_context
+from support.untrusted_peers import untrusted_certificate, untrusted_context
 from support.waiting import HANG_SECONDS, until
 
 SMALL = Limits(connections=256, handshakes=32, unfinished=20 * MIB, reply=4 * MIB, tickets=512)
@@ -151,7 +151,7 @@ TOO_LONG = struct.pack("<I", MAX_QUESTION_BYTES + 1)
 
 def long_certificate(folder):
     """The context of a peer without the secret, whose certificate is as long as OpenSSL takes it."""
-    return own_context(certificate=own_certificate(folder, "stranger", padding=99_000))
+    return untrusted_context(certificate=untrusted_certificate(folder, "stranger", padding=99_000))
 
 
 def long_hello(peer):

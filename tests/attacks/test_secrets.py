@@ -54,7 +54,7 @@ from support.listening import (
     said,
 )
 from support.rotation import MEETINGS, Clock, no_temporary_files, replace
-from support.strangers import own_certificate, own_context, pem_of
+from support.untrusted_peers import pem_of, untrusted_certificate, untrusted_context
 from support.waiting import HANG_SECONDS, until
 
 A, B, C = (Secrets([letter * 32]) for letter in (b"a", b"b", b"c"))
@@ -99,33 +99,37 @@ def test_an_untrusted_client_without_encryption_learns_nothing(address):
 
 
 def test_an_untrusted_client_without_a_certificate_learns_nothing(address):
-    assert isinstance(learned(address, own_context()), ssl.SSLError)
+    assert isinstance(learned(address, untrusted_context()), ssl.SSLError)
 
 
 def test_an_untrusted_client_with_its_own_certificate_learns_nothing(address, tmp_path):
-    assert isinstance(learned(address, own_context(certificate=own_certificate(tmp_path, "stranger"))), ssl.SSLError)
+    assert isinstance(
+        learned(address, untrusted_context(certificate=untrusted_certificate(tmp_path, "stranger"))), ssl.SSLError
+    )
 
 
 def test_an_untrusted_client_with_our_name_and_another_key_learns_nothing(address, tmp_path):
     (credential,) = A._current.credentials
     name = credential.certificate.subject.rfc4514_string().removeprefix("CN=")
-    assert isinstance(learned(address, own_context(certificate=own_certificate(tmp_path, name))), ssl.SSLError)
+    assert isinstance(
+        learned(address, untrusted_context(certificate=untrusted_certificate(tmp_path, name))), ssl.SSLError
+    )
 
 
 def test_a_certificate_that_was_seen_is_of_no_use_without_its_key(address, tmp_path):
-    with connect(address) as raw, own_context().wrap_socket(raw) as wrapped:
+    with connect(address) as raw, untrusted_context().wrap_socket(raw) as wrapped:
         seen = wrapped.getpeercert(True)
     assert A.accepts(seen)
     key = ec.generate_private_key(ec.SECP256R1())
     path = tmp_path / "seen.pem"
     path.write_bytes(pem_of(key) + ssl.DER_cert_to_PEM_cert(seen).encode())
     with pytest.raises(ssl.SSLError):
-        own_context(certificate=path)
+        untrusted_context(certificate=path)
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2])
 def test_an_older_tls(address, version):
-    assert isinstance(learned(address, own_context(version=version)), ssl.SSLError)
+    assert isinstance(learned(address, untrusted_context(version=version)), ssl.SSLError)
 
 
 def seen_on_the_path(address, secrets):

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 
-def own_context(*, certificate: Path | None = None, version: ssl.TLSVersion | None = None) -> ssl.SSLContext:
+def untrusted_context(*, certificate: Path | None = None, version: ssl.TLSVersion | None = None) -> ssl.SSLContext:
     """The context of a client that accepts any server."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
@@ -24,7 +24,7 @@ def own_context(*, certificate: Path | None = None, version: ssl.TLSVersion | No
     return context
 
 
-def own_certificate(folder: Path, name: str, padding: int = 0) -> Path:
+def untrusted_certificate(folder: Path, name: str, padding: int = 0) -> Path:
     """A file with a key and its certificate, which has an extension of so many bytes."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
