@@ -8,7 +8,7 @@ of vLLM in which one of them does not work is refused when the engine starts, or
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvhma.errors import UnsupportedPairError
 from kvhma.vllm.callers import caller_variables
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     _Hit = tuple[KVCacheBlocks, int, int, bool]
     """Blocks, their tokens, the end of a shared beginning (0: none), and whether other groups than full lack some."""
 
+OwnerT = TypeVar("OwnerT")
+
 _PROMPT_FIELDS = ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids")
 """Fields of vLLM's request with an entry for each token of the prompt; None if the prompt has no such entries."""
 
@@ -32,6 +34,12 @@ _LOOP = ("input_queue", "is_running", "is_scheduler_paused")
 
 _FLAG = "reset_connector"
 """Argument of vLLM's functions that reset the prefix cache: whether they reset the connector, too."""
+
+
+def _caller(kind: type[OwnerT]) -> OwnerT | None:
+    """Return the object of a class one of whose methods is being called; None without one."""
+    owners = (variables.get("self") for variables in caller_variables())
+    return next((owner for owner in owners if isinstance(owner, kind)), None)
 
 
 # --- Missing: a connector wakes the engine ------------------------------------------------------------------------
@@ -44,11 +52,8 @@ def calling_engine() -> EngineCoreProc | None:
     """
     from vllm.v1.engine.core import EngineCoreProc
 
-    for variables in caller_variables():
-        owner = variables.get("self")
-        if isinstance(owner, EngineCoreProc):
-            return owner if all(hasattr(owner, name) for name in _LOOP) else None
-    return None
+    engine = _caller(EngineCoreProc)
+    return engine if engine is not None and all(hasattr(engine, name) for name in _LOOP) else None
 
 
 def wake_up(engine: EngineCoreProc) -> None:
@@ -83,8 +88,7 @@ def observe_adapters(observe: Callable[[LoRARequest], object]) -> None:
     """Have the engine that builds its connector `observe` each adapter that it has loaded ahead of a request."""
     from vllm.v1.engine.core import EngineCore
 
-    owners = (variables.get("self") for variables in caller_variables())
-    engine = next((owner for owner in owners if isinstance(owner, EngineCore)), None)
+    engine = _caller(EngineCore)
     if engine is None:
         return
     load: Callable[[LoRARequest], bool] = engine.add_lora

@@ -189,8 +189,7 @@ class PrefillScheduler:
             return None
         params, digest = remote.to_params(self._context.secrets, dcp_size=self._context.engine.dcp_size)
         # All blocks of the request, also of groups that are not transferred.
-        takes_blocks = self._context.takes_blocks
-        blocks = hold_blocks(manager, request, tables, geometry.null_block, takes_blocks=takes_blocks)
+        blocks = hold_blocks(manager, request, tables, geometry.null_block, takes_blocks=self._context.takes_blocks)
         self._context.leases.hold(remote.lease_key, digest, blocks)
         for on_request_held in self._context.rooms.on_request_held:
             on_request_held(request.request_id, params, LeaseClaim(remote.lease_key, 0, digest))

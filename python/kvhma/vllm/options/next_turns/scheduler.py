@@ -131,8 +131,7 @@ class Room(SchedulerDoor):
             return None
         engine = self._context.engine
         params, digest = remote.to_params(self._context.secrets, next_turn=True)
-        takes_blocks = self._context.takes_blocks
-        blocks = hold_blocks(manager, request, tables, geometry.null_block, takes_blocks=takes_blocks)
+        blocks = hold_blocks(manager, request, tables, geometry.null_block, takes_blocks=self._context.takes_blocks)
         if engine.has_state and _in_flight(request):
             self._settling.append(_SettlingTurn(remote.lease_key, digest, blocks, self._steps))
         else:
