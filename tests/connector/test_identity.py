@@ -5,6 +5,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+from transformers import dynamic_module_utils
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from vllm.config import CacheConfig, ModelConfig, MultiModalConfig, ParallelConfig, SpeculativeConfig, VllmConfig
 from vllm.model_executor.model_loader import utils
 from vllm.model_executor.models import ModelRegistry
@@ -14,6 +17,7 @@ from kvhma.errors import UnsupportedPairError
 from kvhma.vllm.config.engine_config import _item_files, identity_of
 from kvhma.vllm.config.identity import ModelIdentity, check_same_model, decode_extra, encode_extra
 from kvhma.vllm.config.settings import Settings
+from support.built import Runner
 from support.identity import model_folder
 
 
@@ -99,6 +103,32 @@ def test_a_class_that_a_plugin_registers(tmp_path, monkeypatch):
         with pytest.raises(UnsupportedPairError, match=rf"^overrides .*{named}.* here, .*{text}.* at the prefill"):
             check_same_model(with_class(own), with_class(kind))
     assert plain == with_class(LlamaForCausalLM)
+
+
+def test_classes_that_come_with_a_model(tmp_path, monkeypatch):
+    """They compute what they like: another file under the same name may follow an update."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(tmp_path / "cache"))
+    where = model_folder(tmp_path / "m")
+    model = ModelConfig(model=str(where), tokenizer=str(where), skip_tokenizer_init=True)
+
+    def with_code(name, factor):
+        (tmp_path / name).mkdir(exist_ok=True)
+        text = (
+            f"import torch\n\nclass Scaled(torch.nn.Module):\n    def forward(self, x):\n        return x * {factor}\n"
+        )
+        (tmp_path / name / "modeling.py").write_text(text)
+        kind = get_class_from_dynamic_module("modeling.Scaled", str(tmp_path / name))
+        return Runner(torch.nn.Sequential(kind())).register_kv_caches(VllmConfig(model_config=model), ())
+
+    first = with_code("one", 2)
+    check_same_model(first, with_code("elsewhere", 2))
+    with pytest.raises(
+        UnsupportedPairError, match=r"^overrides .*remote_code.*Scaled.* here, .*Scaled.* at the prefill"
+    ):
+        check_same_model(first, with_code("other", 3))
+    with pytest.raises(UnsupportedPairError, match=r"^overrides .*Scaled.* here, '{}' at the prefill"):
+        check_same_model(first, identity(where))
 
 
 ITEMS = [

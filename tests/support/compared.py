@@ -65,7 +65,7 @@ FACTS = (
     ),
     Fact(
         OVERRIDES,
-        "as texts: quantization by variables or online, no sliding window, other or a plugin's classes, "
+        "as texts: quantization by variables or online, no sliding window, other, remote or a plugin's classes, "
         "no bounded replay, random experts, how items become embeddings",
         "tests/connector/test_identity.py::test_what_changes_the_values_in_a_cache_changes_the_identity",
         "overrides",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, iter_layer_specs
 from kvhma.errors import SettingsError, UnsupportedPairError
 from kvhma.vllm.caches.formats import Writer, backend_name, kind_of, transferred_groups
 from kvhma.vllm.caches.layer_parts import RankInfo
-from kvhma.vllm.caches.module_values import built_layers
+from kvhma.vllm.caches.module_values import built_layers, held_modules
 from kvhma.vllm.config.engine_facts import EngineFacts
 from kvhma.vllm.config.identity import ModelIdentity
 from kvhma.vllm.config.rooms import WITHOUT_SETTING, check_installed, find_rooms
@@ -444,6 +445,7 @@ def _overrides(config: VllmConfig) -> dict[str, Any]:
         "disable_sliding_window": model.disable_sliding_window,
         "model_class_overrides": model.model_class_overrides,
         "model_class": _plugins_class(model),
+        "remote_code": _remote_code(),
         "swa_bounded_replay": "off" if not config.cache_config.swa_bounded_replay else None,
     }
     variables = {name: getattr(vllm.envs, name, default) for name, default in _VARIABLES.items()}
@@ -459,6 +461,17 @@ def _plugins_class(model: ModelConfig) -> str:
         return ""
     versions = [f"{name} {metadata.version(name)}" for name in metadata.packages_distributions().get(package, [])]
     return " ".join([f"{kind.__module__}.{kind.__qualname__}", *versions])
+
+
+def _remote_code() -> dict[str, str]:
+    """Return a digest of the source file of each class that transformers took from a model's folder or repository."""
+    kinds = {type(module) for model in held_modules() for module in model.modules()}
+    files = {
+        kind.__qualname__: inspect.getfile(kind)
+        for kind in kinds
+        if kind.__module__.startswith("transformers_modules.")
+    }
+    return {name: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] for name, path in files.items()}
 
 
 def _item_settings(model: ModelConfig) -> dict[str, Any]:
