@@ -17,7 +17,7 @@ from kvhma._kvhma import (
     __version__,
     validate,
 )
-from kvhma.costs import Cost, HandOffCost, Link, cost
+from kvhma.costs import Cost, Costs, HandOffCost, Link, cost
 from kvhma.errors import (
     AddressOverflowError,
     BlockIdError,
@@ -34,6 +34,7 @@ __all__ = [
     "Axis",
     "BlockIdError",
     "Cost",
+    "Costs",
     "Finding",
     "Geometry",
     "GeometryError",

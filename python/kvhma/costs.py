@@ -17,9 +17,12 @@ from math import gcd, inf, lcm
 from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvhma._kvhma import Plan, first_entries, first_needed_tokens
 from kvhma.errors import RequestError
-from kvhma.geometry import Geometry
+from kvhma.geometry import Geometry, Group
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES, plan
 
 MAX_TOKENS = 1 << 40
@@ -30,12 +33,22 @@ _MAX_PHASES = 4096
 """Limit of the places within a period where a block may begin."""
 _MAX_ROWS = 1 << 16
 """Limit of counted phases of a group."""
+_MAX_ARRAY_TOKENS = 1 << 32
+"""Limit of tokens in arrays, so that sums over many ranks stay integers of 64 bits."""
+_PART = 1 << 16
+"""Requests of an array that are computed at once: it bounds the memory."""
+_MAX_LENGTHS = 1 << 22
+"""Limit of the lengths that are compared one by one."""
 _LINK_VERSION = 1
 
 _Row: TypeAlias = tuple[int, int, int, int]
 """Bytes and descriptors of a rank, and what another period of tokens adds to each."""
 _Term: TypeAlias = tuple[tuple[_Row, ...], int, int, tuple[int, ...]]
 """Rows of all ranks, further periods, boundaries between blocks, and for each rank the runs that go across one."""
+_Terms: TypeAlias = tuple[
+    list[tuple[_Row, ...]], NDArray[np.intp], NDArray[np.int64], NDArray[np.int64], tuple[int, ...]
+]
+"""The same of many requests, of shape (n,): different rows, and which of them is a request's; the rest as above."""
 
 
 def _wrong(field: str, value: object, expected: str) -> RequestError:
@@ -106,22 +119,14 @@ class Link:
         return cls.from_form(form)
 
     @classmethod
-    def from_form(cls, form: Any, source: str | None = None) -> Link:
-        """Make a link of the parsed form. Errors as for `from_json`.
-
-        Args:
-            form: the parsed JSON.
-            source: where the numbers come from; None for the form's own text.
-
-        Returns:
-            The link.
-        """
+    def from_form(cls, form: Any) -> Link:
+        """Make a link of the parsed form. Errors as for `from_json`."""
         if not isinstance(form, Mapping) or form.get("kvhma_link") != _LINK_VERSION:
             text = f"not written by `kvhma bench link` (version {_LINK_VERSION})"
             raise RequestError(text, code="version", field="kvhma_link", expected=_LINK_VERSION)
         per_descriptor: Any = form.get("seconds_per_descriptor")
         per_second: Any = form.get("bytes_per_second")
-        return cls(per_descriptor, per_second, str(form.get("source")) if source is None else source)
+        return cls(per_descriptor, per_second, str(form.get("source")))
 
 
 DEFAULT_LINK = Link(3e-6, 40e9, "defaults: 3 µs a descriptor, 40 GB/s; measure yours with `kvhma bench link`")
@@ -148,6 +153,24 @@ class Cost(NamedTuple):
     most_seconds: float
     compute_seconds: float | None
     remote_compute_seconds: float | None
+
+
+class Costs(NamedTuple):
+    """Predicted costs of many hand-offs: arrays of shape (n,), with the meaning of :class:`Cost`'s fields.
+
+    Attributes:
+        bytes: int64.
+        descriptors: int64.
+        most_descriptors: int64.
+        seconds: float64.
+        most_seconds: float64.
+    """
+
+    bytes: NDArray[np.int64]
+    descriptors: NDArray[np.int64]
+    most_descriptors: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+    most_seconds: NDArray[np.float64]
 
 
 class _Speeds(NamedTuple):
@@ -233,40 +256,84 @@ class HandOffCost:
             None if speeds.remote is None else (num_tokens - min(remote_held)) / speeds.remote,
         )
 
-    def break_even(self, cached: int = 0, max_tokens: int = 1 << 20) -> int | None:
-        """Return a length from which reading is faster than computing on D, found by bisection.
+    def of_each(self, num_tokens: NDArray[np.int64], cached: int | NDArray[np.int64] = 0) -> Costs:
+        """Return the costs of many requests, without their computing times.
 
-        Reading takes less time than computing at this length, and no less with one token fewer.
+        Args:
+            num_tokens: tokens of each request, of shape (n,).
+            cached: as for :meth:`of`: one number, one for each request, or an array of shape (groups, n).
+
+        Raises:
+            RequestError: a number is out of range, or the shapes do not fit.
+        """
+        lengths = _integers("num_tokens", num_tokens)
+        held = _integers("cached", cached)
+        if lengths.ndim != 1 or (lengths.size and not 1 <= lengths.min() <= lengths.max() <= _MAX_ARRAY_TOKENS):
+            expected = f"an array of integers of 1 to {_MAX_ARRAY_TOKENS}, one for a request"
+            raise _wrong("num_tokens", lengths.tolist()[:3] if lengths.ndim else lengths, expected)
+        try:
+            held = np.broadcast_to(held, (len(self.groups), len(lengths)))
+        except ValueError as error:
+            expected = f"of a shape that fits ({len(self.groups)}, {len(lengths)})"
+            raise _wrong("cached", held.shape, expected) from error
+        if (wrong := held[(held < 0) | (held > lengths)]).size:
+            raise _wrong("cached", int(wrong[0]), "0 to the num_tokens of its request")
+        parts = [
+            self._of_part(lengths[at : at + _PART], held[:, at : at + _PART]) for at in range(0, len(lengths), _PART)
+        ]
+        return Costs(*(np.concatenate(found) for found in zip(*(parts or [self._of_part(lengths, held)]), strict=True)))
+
+    def _of_part(self, lengths: NDArray[np.int64], held: NDArray[np.int64]) -> Costs:
+        terms = [blocks.terms(lengths, hits) for blocks, hits in zip(self._blocks, held, strict=True)]
+        nbytes, descriptors, scattered = np.zeros((3, len(lengths)), np.int64)
+        seconds, most_seconds = np.zeros((2, len(lengths)))
+        for members in self._alike:
+            rank = members[0]
+            rank_bytes, rank_descriptors, breaks = np.zeros((3, len(lengths)), np.int64)
+            for rows, chosen, periods, boundaries, joins in terms:
+                found = np.array([row[rank] for row in rows], np.int64).reshape(-1, 4)[chosen]
+                rank_bytes += found[:, 0] + periods * found[:, 2]
+                rank_descriptors += found[:, 1] + periods * found[:, 3]
+                breaks += boundaries * joins[rank]
+            nbytes += len(members) * rank_bytes
+            descriptors += len(members) * rank_descriptors
+            scattered += len(members) * (rank_descriptors + breaks)
+            bandwidth_seconds = rank_bytes / self.link.bytes_per_second
+            for slowest, number in ((seconds, rank_descriptors), (most_seconds, rank_descriptors + breaks)):
+                np.maximum(slowest, self.link.seconds_per_descriptor * number + bandwidth_seconds, out=slowest)
+        fixed = self._speeds.fixed_seconds
+        return Costs(nbytes, descriptors, scattered, fixed + seconds, fixed + most_seconds)
+
+    def faster_lengths(
+        self, cached: int = 0, max_tokens: int = 1 << 17, *, scattered: bool = False
+    ) -> list[tuple[int, int]]:
+        """Return the lengths of prompts for which reading takes less time than computing on D.
+
+        There may be many ranges: a block more costs a step, and a new chunk makes the cache of its layers short again.
 
         Args:
             cached: leading tokens that D has in every group.
             max_tokens: longest prompt.
+            scattered: whether no two blocks are neighbours, as in a pool that was used for long (`most_seconds`).
 
         Returns:
-            Tokens of the prompt, more than `cached`; None if computing is faster at `max_tokens`.
+            Ranges ``(first, last)`` of tokens, ascending, with both ends.
 
         Raises:
             RequestError: a number is out of range, or D's speed is unknown.
         """
         if self._speeds.local is None:
-            raise _wrong("tokens_per_second", None, "given for a break-even length")
-        if type(max_tokens) is not int or not 1 <= max_tokens <= MAX_TOKENS:
-            raise _wrong("max_tokens", max_tokens, f"an integer of 1 to {MAX_TOKENS}")
+            raise _wrong("tokens_per_second", None, "given, to compare with computing")
+        if type(max_tokens) is not int or not 1 <= max_tokens <= _MAX_LENGTHS:
+            raise _wrong("max_tokens", max_tokens, f"an integer of 1 to {_MAX_LENGTHS}")
         if type(cached) is not int or not 0 <= cached < max_tokens:
             raise _wrong("cached", cached, f"an integer of 0 to {max_tokens - 1}")
-
-        def is_faster(num_tokens: int) -> bool:
-            found = self.of(num_tokens, cached)
-            return found.compute_seconds is not None and found.seconds < found.compute_seconds
-
-        # Nothing has to be computed at `cached` tokens, so reading is not faster there.
-        slower, faster = cached, max_tokens
-        if not is_faster(faster):
-            return None
-        while faster - slower > 1:
-            middle = (slower + faster) // 2
-            slower, faster = (slower, middle) if is_faster(middle) else (middle, faster)
-        return faster
+        lengths = np.arange(cached + 1, max_tokens + 1)
+        found = self.of_each(lengths, cached)
+        seconds = found.most_seconds if scattered else found.seconds
+        is_faster = np.concatenate([[False], seconds < (lengths - cached) / self._speeds.local, [False]])
+        edges = np.flatnonzero(np.diff(is_faster)) + cached
+        return [(int(first) + 1, int(last)) for first, last in edges.reshape(-1, 2)]
 
     def _terms(self, num_tokens: int, held: Sequence[int]) -> list[_Term]:
         entries = [hit // blocks.per_entry for hit, blocks in zip(held, self._blocks, strict=True)]
@@ -311,13 +378,13 @@ class _Blocks:
         """Find which groups of P have the group's layers, and after how many tokens the blocks repeat."""
         self._index, self._plans, self._refine = index, plans, refine
         local, remote = sides
-        group = local[0].groups[index]
+        group = self._group = local[0].groups[index]
         self.per_entry, self.is_state = group.tokens_per_entry, group.kind == "ssm"
         names = {layer.name for rank in local for layer in rank.layers if layer.group == index}
         partners = sorted({layer.group for rank in remote for layer in rank.layers if layer.name in names})
-        self._partners = [(number, remote[0].groups[number].tokens_per_entry) for number in partners]
+        self._partners = [(number, remote[0].groups[number]) for number in partners]
         self._period = lcm(_step(local, index), *(_step(remote, number) for number in partners))
-        sizes = {self.per_entry, *(size for _, size in self._partners)}
+        sizes = {self.per_entry, *(other.tokens_per_entry for _, other in self._partners)}
         # Every boundary of a larger block that a smaller block divides is one of the smaller block's.
         self._sizes = [size for size in sizes if not any(size % smaller == 0 for smaller in sizes - {size})]
         # Where a block may begin within a period.
@@ -331,19 +398,46 @@ class _Blocks:
     def first_token(self, first: int, needed: int, remote_firsts: Sequence[int]) -> int:
         """Return the first token that is read: P may have dropped the beginning of D's first block."""
         start = first * self.per_entry
-        held = max((remote_firsts[number] * size for number, size in self._partners), default=0)
+        held = max((remote_firsts[number] * other.tokens_per_entry for number, other in self._partners), default=0)
         return max(start, min(held, needed))
 
     def term(self, start: int, num_tokens: int) -> _Term:
         """Return what tokens cost."""
         if self.is_state:
-            return self._rows.get((0, 1)) or self._count_rows(0, 1), 0, 0, self._joins
+            return self._row(0, 1), 0, 0, self._joins
         length, period = num_tokens - start, self._period
         periods = max(length // period - 2, 0)
         phase, length = start % period, length - periods * period
-        rows = self._rows.get((phase, length)) or self._count_rows(phase, length)
+        rows = self._row(phase, length)
         boundaries = sum((num_tokens - 1) // size - start // size for size in self._sizes)
         return rows, periods, boundaries, self._joins
+
+    def terms(self, lengths: NDArray[np.int64], hits: NDArray[np.int64]) -> _Terms:
+        """Return what the tokens of many requests cost."""
+        start, period = np.zeros_like(lengths), self._period
+        if not self.is_state:
+            needed = _needed(self._group, lengths)
+            first = np.maximum(needed // self.per_entry, hits // self.per_entry) * self.per_entry
+            for _, other in self._partners:
+                size = other.tokens_per_entry
+                start = np.maximum(start, _needed(other, lengths) // size * size)
+            start = np.maximum(first, np.minimum(start, needed))
+        length = lengths - start
+        periods = np.zeros_like(length) if self.is_state else np.maximum(length // period - 2, 0)
+        keys = start % period * (3 * period) + length - periods * period
+        if self.is_state:
+            keys[:] = 1
+        is_read = (hits < lengths) if self.is_state else length > 0
+        found, chosen = np.unique(np.where(is_read, keys, 0), return_inverse=True)
+        nothing = ((0, 0, 0, 0),) * len(self._plans)
+        rows = [self._row(*divmod(key, 3 * period)) if key else nothing for key in found.tolist()]
+        boundaries = np.zeros_like(length)
+        if not self.is_state:
+            boundaries += sum((lengths - 1) // each - start // each for each in self._sizes) * is_read
+        return rows, chosen, periods * is_read, boundaries, self._joins
+
+    def _row(self, phase: int, length: int) -> tuple[_Row, ...]:
+        return self._rows.get((phase, length)) or self._count_rows(phase, length)
 
     def warm(self) -> None:
         """Count all phases, unless they are many."""
@@ -380,6 +474,20 @@ class _Blocks:
                 joins[rank] = max(joins[rank], before[rank][1] + after[rank][1] - together)
         self._refine(joins)
         return tuple(joins)
+
+
+def _needed(group: Group, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the first token that the token after each length attends to; 0 for state."""
+    if group.window is not None:
+        return np.maximum(lengths + 1 - group.window, 0)
+    return np.zeros_like(lengths) if group.chunk is None else lengths // group.chunk * group.chunk
+
+
+def _integers(field: str, values: Any) -> NDArray[np.int64]:
+    found = np.asarray(values)
+    if found.dtype.kind not in "iu":
+        raise _wrong(field, str(found.dtype), "integers")
+    return found.astype(np.int64)
 
 
 def _ranks(field: str, ranks: Geometry | Sequence[Geometry]) -> Sequence[Geometry]:

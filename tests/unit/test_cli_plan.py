@@ -170,7 +170,7 @@ def test_predicted_time(tmp_path: Path) -> None:
     """By hand from the constants: ranks of D in parallel, sources of a rank one after the other."""
     link = tmp_path / "link.json"
     link.write_text(
-        json.dumps({"kvhma_link": 1, "seconds_per_descriptor": 1e-5, "bytes_per_second": 1e9, "source": ""})
+        json.dumps({"kvhma_link": 1, "seconds_per_descriptor": 1e-5, "bytes_per_second": 1e9, "source": "a guess"})
     )
     form = cli("plan", NANO, "--prefill", "tp=4", "--decode", "tp=2", "--link", link, "--json").form
     ranks = [0.0, 0.0]
@@ -178,7 +178,7 @@ def test_predicted_time(tmp_path: Path) -> None:
         ranks[row["decode_rank"]] += 1e-5 * row["descriptors"] + row["bytes"] / 1e9
     assert len(form["pairs"]) == 4
     assert form["seconds"] == pytest.approx(max(ranks))
-    assert form["link"]["source"] == f"measured, {link}"
+    assert form["link"]["source"] == f"a guess ({link})"
     default = cli("plan", NANO, "--json").form
     assert default["link"]["bytes_per_second"] == 40e9
     assert default["link"]["source"].startswith("defaults: ")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -43,6 +44,7 @@ def load_link(path: Path | None) -> Link:
             return DEFAULT_LINK
     form = load_json(path)
     try:
-        return Link.from_form(form, f"measured, {path}")
+        link = Link.from_form(form)
     except RequestError as error:
         raise RequestError(f"{path}: {error}", code=error.code, field=error.field, value=error.value) from error
+    return replace(link, source=f"{link.source} ({path})")

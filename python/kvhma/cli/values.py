@@ -65,6 +65,22 @@ class GroupTokens(Tokens):
         return tuple(super(GroupTokens, self).convert(word, param, ctx) for word in value.split(","))
 
 
+class Speeds(Tokens):
+    """Tokens that P and D compute in a second: ``20k/8k``, or one number for both."""
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Return what help shows for a value."""
+        return "N[/N]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the numbers of P and of D."""
+        if not isinstance(value, str):
+            return value
+        prefill, _, decode = value.partition("/")
+        found = [super(Speeds, self).convert(word, param, ctx) for word in (prefill, decode or prefill)]
+        return tuple(found)
+
+
 class Ranks(ParamType):
     """Ranks, alone and in ranges with both ends: ``0-3,7``."""
 
