@@ -11,6 +11,7 @@ and its build stay in target/mutants.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def applied(mutant: Mutant) -> Iterator[None]:
 
 def is_found(mutant: Mutant) -> bool:
     """Return whether tests fail with a defect. If it does not compile, the compiler has found it."""
-    command = [sys.executable, *PYTEST.split(), *mutant.tests.split()]
+    command = [sys.executable, *PYTEST.split(), *shlex.split(mutant.tests)]
     environment = os.environ | {"PYTHONPATH": f"{TREE / 'python'}:{TREE / 'tests'}"}
     try:
         with applied(mutant):
