@@ -640,8 +640,16 @@ def test_a_listener_without_connections_reads_its_file(tmp_path, monkeypatch):
     file = tmp_path / "secret"
     write(file, b"a" * 32)
     found = load(file)
+    read, readers = wire_secrets._read_file, set()
+
+    def watched(*given):
+        readers.add(threading.current_thread())
+        return read(*given)
+
+    monkeypatch.setattr(wire_secrets, "_read_file", watched)
     with listening(secrets=found):
         write(file, b"b" * 32)
+        until(lambda: readers - {threading.current_thread()})  # nobody signs meanwhile
         until(lambda: found.sign(b"x") == B.sign(b"x"))
 
 
