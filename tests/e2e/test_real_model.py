@@ -25,7 +25,7 @@ LANGUAGES = REPO / "tests/support/languages.txt"
 SOURCES = (
     *("docs/geometry.md", "docs/start.md", "docs/hybrid.md", "docs/security.md", "docs/operations.md", "Makefile"),
     *("python/kvhma/cli/serve_pair.py", "python/kvhma/costs.py", "python/kvhma/nixl/agent.py", "CONTRIBUTING.md"),
-    *("python/kvhma/vllm/loads/decode.py", "rust/core/src/pairing/plan.rs", "rust/core/src/content/part.rs"),
+    *("python/kvhma/vllm/loads/decode.py", "rust/core/src/pairing/plan.rs", "rust/core/src/request/ids.rs"),
     *("rust/core/src/form/check.rs", "tests/e2e/test_topologies.py", "examples/grafana/kvhma.json", "docs/vllm.md"),
 )
 PROMPTS = 50
