@@ -25,7 +25,7 @@ LANGUAGES = REPO / "tests/support/languages.txt"
 SOURCES = (
     *("docs/geometry.md", "docs/start.md", "docs/hybrid.md", "docs/security.md", "docs/operations.md", "Makefile"),
     *("python/kvhma/cli/serve_pair.py", "python/kvhma/costs.py", "python/kvhma/nixl/agent.py", "CONTRIBUTING.md"),
-    *("python/kvhma/vllm/loads/decode.py", "rust/core/src/pairing/plan.rs", "rust/core/src/request/ids.rs"),
+    *("python/kvhma/vllm/loads/decode.py", "rust/core/src/pairing/plan.rs", "rust/core/src/request/block_pairs.rs"),
     *("rust/core/src/form/check.rs", "tests/e2e/test_topologies.py", "examples/grafana/kvhma.json", "docs/vllm.md"),
 )
 PROMPTS = 50
@@ -68,7 +68,7 @@ def texts() -> list[tuple[str, int]]:
         source = SOURCES[at % len(SOURCES)]
         asked = f"Explain this file, {source}, in two sentences.\n\n"
         length = round(SHORTEST * (LONGEST / SHORTEST) ** (at / (rest - 1)))
-        found.append((asked + (REPO / source).read_text(encoding="utf-8"), length))
+        found.append((asked + 4 * (REPO / source).read_text(encoding="utf-8"), length))
     return found
 
 
