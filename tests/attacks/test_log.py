@@ -55,7 +55,7 @@ def test_the_loggers_are_protected_before_any_module_uses_them():
 
 
 @given(value=st.text() | st.builds(ValueError, st.text()) | st.dictionaries(st.text(), st.text()) | st.binary())
-@settings(max_examples=100 * TRIES, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=100 * TRIES, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @pytest.mark.parametrize("form", ["%s", "%r", "%20s"])
 @pytest.mark.parametrize("name", NAMES)
 def test_any_value_is_printed_in_one_line(name, form, value):

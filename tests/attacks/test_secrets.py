@@ -349,7 +349,7 @@ def begin_handshake(raw):
     assert raw.recv(1, socket.MSG_PEEK)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.binary(max_size=1500), st.booleans())
 def test_any_bytes_end_their_own_connection_at_most(address, data, as_record):
     with connect(address) as raw:

@@ -278,7 +278,7 @@ def fuzzed():
         yield found
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(st.binary(max_size=300), max_size=5), st.integers(1, 40))
 def test_any_bytes_are_a_question_or_refused(fuzzed, questions, chunk):
     with connect(fuzzed.at) as raw:
@@ -294,7 +294,7 @@ def test_any_bytes_are_a_question_or_refused(fuzzed, questions, chunk):
     answers(fuzzed.at)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.binary(max_size=2000))
 def test_any_bytes_end_their_own_connection_at_most(fuzzed, data):
     with connect(fuzzed.at) as raw:
@@ -471,7 +471,7 @@ def test_answers_are_not_trusted_either(data):
         read_answer(data, Leases)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.binary(max_size=500))
 def test_any_bytes_as_an_answer_are_one_error(data):
     with hostile(lambda raw: (raw.recv(1000), raw.sendall(data))) as address, pytest.raises(HandshakeError):

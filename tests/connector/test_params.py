@@ -6,7 +6,7 @@ import re
 import tracemalloc
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvhma import Span
@@ -78,7 +78,6 @@ def test_ids_as_text(ids, text):
     assert text_to_ids(text, 10).tolist() == ids
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=60))
 def test_ids_round_trip(ids):
     assert text_to_ids(ids_to_text(ids), 60).tolist() == ids

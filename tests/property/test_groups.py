@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvhma
@@ -32,7 +32,7 @@ def numbers(geometry: Geometry, spans: list[Span], reads: Sequence[kvhma.Read]) 
 
 
 @given(st.integers(0, 1 << 32), st.sampled_from([EQUAL_RANK, AXES]), st.sampled_from([0, DEFAULT_DESCRIPTOR_BYTES]))
-@settings(deadline=None, max_examples=100 * TRIES, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100 * TRIES)
 def test_of_generated_engines(seed: int, axes: dict[str, tuple[str, ...]], descriptor_bytes: int) -> None:
     case = generate(seed, draw(seed, axes), max_tokens=64)
     plan = kvhma.plan(case.local, case.remotes, descriptor_bytes=descriptor_bytes)
@@ -58,7 +58,7 @@ def shared(base: int, *, layers: int, heads_first: bool) -> Geometry:
 
 
 @given(st.permutations(range(100)), st.permutations(range(100)), st.integers(1, 120), st.integers(1, 3), st.booleans())
-@settings(deadline=None, max_examples=100 * TRIES)
+@settings(max_examples=100 * TRIES)
 def test_of_groups_in_one_region(
     local: list[int], remote: list[int], num_tokens: int, layers: int, heads_first: bool
 ) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -39,7 +39,6 @@ def covered(rows: NDArray[np.uint64]) -> set[int]:
 
 
 @given(SEEDS, recipes(EQUAL_RANK))
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_equal_ranks_give_the_same_rows(seed: int, recipe: Recipe) -> None:
     case = generate(seed, recipe, max_tokens=MAX_TOKENS)
     fast, slow = both(case)
@@ -55,7 +54,6 @@ def test_equal_ranks_give_the_same_rows(seed: int, recipe: Recipe) -> None:
 
 
 @given(SEEDS, recipes(AXES))
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_unequal_engines_give_the_same_bytes(seed: int, recipe: Recipe) -> None:
     # If several ranks hold a byte, any of them may give it, so only D's side is compared.
     case = generate(seed, recipe, max_tokens=MAX_TOKENS)
@@ -69,7 +67,6 @@ def test_unequal_engines_give_the_same_bytes(seed: int, recipe: Recipe) -> None:
 
 
 @given(SEEDS, recipes(AXES))
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_first_tokens_are_where_the_transfer_begins(seed: int, recipe: Recipe) -> None:
     case = generate(seed, recipe, max_tokens=MAX_TOKENS)
     fast = planned(case)
@@ -122,7 +119,6 @@ def test_kernel_blocks(ids: list[int], ratio: int) -> None:
 
 
 @given(SEEDS, recipes({axis: AXES[axis] for axis in ("blocks", "positions", "tokens")}))
-@settings(deadline=None)
 def test_live_spans_are_the_exact_clip(seed: int, recipe: Recipe) -> None:
     case = generate(seed, recipe)
     geometry, tokens = case.local, case.num_tokens

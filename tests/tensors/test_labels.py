@@ -21,9 +21,7 @@ from kvhma.models.vllm_layout import LayoutOptions, layout
 from kvhma.torch import Cache, allocate
 from support.torch_labels import Labels, addresses, read, regions_of, tensors_of
 
-GENERATED = settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
-)
+GENERATED = settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 STATES = (
     State("mamba2", 2 * 4 + 2 * 2, 3, 2, 4, 2, 1, "bfloat16", "float32"),
     State("gdn", 2 * 4 + 2 * 2 * 4, 4, 2, 4, 4, 2, "bfloat16", "bfloat16"),
