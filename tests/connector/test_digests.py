@@ -345,8 +345,6 @@ class SilentQuestion:
     def poll(self) -> bool:
         return False
 
-    def fileno(self) -> None: ...
-
     def close(self) -> None: ...
 
 

@@ -298,7 +298,7 @@ def test_nothing_is_asked_before_the_read_and_loads_of_a_step_are_one_question(p
     d.start(**p.loads(**loads))
     time.sleep(0.3)
     assert not renewed
-    d.worker._pump._put(held_reads.set)  # in its thread, so that all reads end in one turn
+    d.worker._pump._arrived.put(held_reads.set)  # in its thread, so that all reads end in one turn
     d.has_read(p, **loads)
     assert renewed == [5]
 
@@ -465,17 +465,6 @@ def test_a_read_that_takes_long_to_post_does_so_in_turns(p, d, held_reads, monke
     until(lambda: len(reported) == len(blocks))
     assert {"small"} in reported, "the small one has ended while the other one was posted"
     d.has_read(p, big=blocks)
-
-
-def test_a_new_read_need_not_wait_until_p_has_answered_about_another(p, d, met, monkeypatch):
-    asked, quick = p.remote("asked", [2]), p.remote("quick", [PAGES])
-    monkeypatch.setattr(read_pump, "_ANSWER_MILLISECONDS", 60_000)
-    with p.leases._lock:  # so P cannot answer
-        d.start(asked=(asked, [2]))
-        waits_in(d, ReadState.ASKED)
-        d.start(quick=(quick, [3]))
-        assert d.ended("quick") == {"quick": "request"}
-    assert d.ended("asked") == {}
 
 
 def test_a_handshake_that_lasts_does_not_shorten_pythons_turns(p, decode, silent, monkeypatch):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-import select
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -289,13 +288,7 @@ def ask(engine: PrefillEngine, claim: object, remote: Incarnation) -> None:
     """Ask P whether it held the blocks, and wait for the answer."""
     question = LeaseQuestion(engine.side_channel, engine.numeric, [claim], TIMEOUT, engine.proving)  # type: ignore[list-item]
     while not question.poll():
-        fileno = question.fileno()
-        if fileno is None:
-            time.sleep(0.0005)  # a thread connects
-        else:
-            poller = select.poll()
-            poller.register(fileno, select.POLLIN)
-            poller.poll(50)
+        time.sleep(0.0005)
     question.check(0, remote)
 
 

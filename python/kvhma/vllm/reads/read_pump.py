@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import select
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +15,6 @@ from kvhma.errors import KvhmaError, PeerLostError
 from kvhma.vllm.device.memory import Memory
 from kvhma.vllm.metadata import ReadCommand
 from kvhma.vllm.peers.prefill_engines import PrefillEngines
-from kvhma.vllm.peers.sockets import Waker
 from kvhma.vllm.peers.worker_context import WorkerContext
 from kvhma.vllm.reads.active_read import ActiveRead, ReadState
 from kvhma.vllm.reads.lease_checks import check_leases
@@ -33,13 +31,11 @@ _MIN_STARTS = 8
 """How long the pump starts reads before it polls those in flight, and how many it starts even if that takes longer."""
 
 _POLL_SECONDS = 5e-4
-_ANSWER_MILLISECONDS = 1
-"""Pauses between two polls: of transfers, places and the device, and with only answers of prefill engines missing."""
+"""Pause between two polls of transfers, places, the device and answers of prefill engines."""
 
 _STARTING = (ReadState.QUEUED, ReadState.PLACING, ReadState.ZEROING, ReadState.POSTING)
 _NOT_POSTED = (ReadState.QUEUED, ReadState.CONNECTING, ReadState.PLACING, ReadState.ZEROING)
 _CAN_BE_DROPPED = (*_NOT_POSTED, ReadState.JUDGING)
-_FOR_ANSWERS = (ReadState.CHECKING, ReadState.ASKED, ReadState.INSPECTING)
 
 
 class ReadPump:
@@ -63,8 +59,6 @@ class ReadPump:
         self._metrics = ReadMetrics(context, results.stats)
         self._arrived: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """What other threads have the pump's thread do."""
-        self._waker = Waker()
-        """Wakes the pump's thread while it waits for answers."""
         self._reads: list[ActiveRead] = []
         """The reads of the pump's thread, in the order of their orders; always the same list."""
         self._closing = False
@@ -80,20 +74,15 @@ class ReadPump:
             after: device work that has to end before the blocks are written to.
         """
         now = time.monotonic()
-        self._put(partial(self._reads.extend, [ActiveRead(command, now, after) for command in commands]))
+        self._arrived.put(partial(self._reads.extend, [ActiveRead(command, now, after) for command in commands]))
 
     def close(self) -> None:
         """Start no more reads, and let the thread end once all others are reported."""
-        self._put(self._close)
+        self._arrived.put(self._close)
 
     def join(self, timeout: float) -> None:
         """Wait until the thread ends."""
         self._thread.join(timeout)
-
-    def _put(self, work: Callable[[], None]) -> None:
-        """Have the pump's thread do some work."""
-        self._arrived.put(work)
-        self._waker.wake()
 
     # --- the pump's thread ---------------------------------------------------------------------------------
 
@@ -102,7 +91,6 @@ class ReadPump:
             self._wait()
             self._drive_own()
             self._measure_reported()
-        self._waker.close()
 
     def _wait(self) -> None:
         """Pause until something may have happened to a read, and do what other threads have asked for."""
@@ -110,11 +98,8 @@ class ReadPump:
         try:
             if states <= {ReadState.CONNECTING}:
                 self._arrived.get()()
-            elif states <= {ReadState.CONNECTING, *_FOR_ANSWERS}:
-                _wait_for_answers(self._reads, self._waker)
             elif not states & {ReadState.QUEUED, ReadState.POSTING}:
                 self._arrived.get(timeout=_POLL_SECONDS)()
-            self._waker.drain()
             while True:
                 self._arrived.get_nowait()()
         except queue.Empty:
@@ -157,7 +142,7 @@ class ReadPump:
         with errors_fail(read):
             read.engine = self._engines.acquire_engine(
                 read.command.remote.incarnation,
-                lambda error: self._put(partial(self._end_handshake, read, error)),
+                lambda error: self._arrived.put(partial(self._end_handshake, read, error)),
             )
             if read.engine is None:
                 read.state = ReadState.CONNECTING
@@ -181,14 +166,3 @@ class ReadPump:
 
     def _close(self) -> None:
         self._closing = True
-
-
-def _wait_for_answers(reads: Sequence[ActiveRead], waker: Waker | None = None) -> None:
-    """Pause until a prefill engine has answered about a read or `waker` wakes the thread, for a moment at most."""
-    answers = select.poll()
-    if waker is not None:
-        answers.register(waker, select.POLLIN)
-    for question in {read.question[0] for read in reads if read.question is not None}:
-        if (fileno := question.fileno()) is not None:
-            answers.register(fileno, select.POLLIN)
-    answers.poll(_ANSWER_MILLISECONDS)
