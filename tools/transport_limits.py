@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma.cli.subprocess import process, receive
+from kvhma.cli.subprocess import bytes_geometry, process, receive
 from kvhma.errors import KvhmaError, TransferError
-from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region
 from kvhma.nixl import Agent, AgentOptions
 from kvhma.nixl.library import open_nixl
 
@@ -63,17 +62,11 @@ class Found(NamedTuple):
 @contextmanager
 def nixl_agents(target: NDArray[np.uint8], source: NDArray[np.uint8], backend: str) -> Iterator[Link]:
     """Connect two of kvhma's agents."""
-
-    def geometry(memory: NDArray[np.uint8]) -> Geometry:
-        page = Page((Part("bytes", "uint8", 1, 0, (Axis("bytes", memory.nbytes, 1),)),))
-        region = Region(memory.ctypes.data, memory.nbytes)
-        return Geometry((region,), (Group("opaque", 1),), (Layer("bytes", 0, 0, 0, 1, memory.nbytes, page),))
-
     options = AgentOptions(backends=(backend,))
     with Agent("limits-source", options) as owner, Agent("limits-target", options) as reader:
-        owner.register(geometry(source))
-        reader.register(geometry(target))
-        peer = reader.connect(owner.handshake_payload(geometry(source)))
+        owner.register(bytes_geometry(source))
+        reader.register(bytes_geometry(target))
+        peer = reader.connect(owner.handshake_payload(bytes_geometry(source)))
 
         def read(local: Rows, remote: Rows) -> Moved:
             handle = reader.read(peer, local, remote)

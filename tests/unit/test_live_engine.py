@@ -336,8 +336,8 @@ def test_a_read_is_timed(board: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (done.code, state) == ((0, "ok") if board == "own" else (1, "failed")), found
     begins = {
         "own": f"{len(null_rows(geometry))} runs of the null block, ",
-        "another worker's": f"HandshakeError: the memory that 'owner-{key_hash(public)}' names is not that worker's",
-        "no": f"HandshakeError: worker 'owner-{key_hash(public)}' has no lease board that shows whose memory it is",
+        "another worker's": f"the memory that 'owner-{key_hash(public)}' names is not that worker's",
+        "no": f"worker 'owner-{key_hash(public)}' has no lease board that shows whose memory it is",
     }
     assert found.startswith(begins[board])
     assert all((held == 7).all() for held in memory)

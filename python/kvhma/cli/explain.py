@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvhma.cli.arguments import Arguments, hand_off_options
 from kvhma.cli.columns import WHOLE_BLOCKS, WHOLE_PROMPT, total
-from kvhma.cli.format import output_options, plural, print_json, printable, size, working
+from kvhma.cli.format import output_options, plural, print_json, printable, size, watched
 from kvhma.cli.format import ranges as format_ranges
 from kvhma.cli.hand_off import HandOff, PlanOptions, count
 from kvhma.cli.remedies import Refusal, refusals
@@ -56,8 +56,7 @@ def explain(ranks: tuple[int, ...] | None, all_ranks: bool, as_json: bool, quiet
     hand_off = asked.hand_off()
     if ranks and ranks[-1] >= len(hand_off.decode):
         raise RequestError(f"--rank {ranks[-1]}: the decode engine has {plural(len(hand_off.decode), 'rank')}")
-    with working("comparing", quiet or as_json):
-        wrong = _refusals(hand_off)
+    wrong = _refusals(hand_off, quiet or as_json)
     chosen = list(range(len(hand_off.decode))) if all_ranks else list(ranks or (0,))
     sentences = engines(hand_off)
     texts: list[str] = []
@@ -85,10 +84,12 @@ def explain(ranks: tuple[int, ...] | None, all_ranks: bool, as_json: bool, quiet
     raise SystemExit(1 if wrong else 0)
 
 
-def _refusals(hand_off: HandOff) -> list[Refusal]:
+def _refusals(hand_off: HandOff, quiet: bool) -> list[Refusal]:
     """Return the reasons against reading on the first rank of each pipeline stage of D; ranks of a stage are equal."""
     stages = [rank for rank in hand_off.decode if rank.tp_rank == hand_off.decode[0].tp_rank]
-    return next((found for stage in stages if (found := refusals(stage, hand_off.prefill))), [])
+    return next(
+        (found for stage in watched("comparing", stages, quiet) if (found := refusals(stage, hand_off.prefill))), []
+    )
 
 
 def engines(hand_off: HandOff) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -117,12 +116,6 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             found.append([number, number])
     return ", ".join(f"{first}" if first == last else f"{first}–{last}" for first, last in found)
-
-
-def working(what: str, quiet: bool) -> AbstractContextManager[object]:
-    """Show a running task on the error stream of a terminal."""
-    console = Console(stderr=True)
-    return nullcontext() if quiet or not console.is_terminal else console.status(what)
 
 
 def progress(quiet: bool) -> Progress:

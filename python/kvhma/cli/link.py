@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma.cli.subprocess import connect, introduce, process, receive
+from kvhma.cli.subprocess import bytes_geometry, connect, introduce, process, receive
 from kvhma.costs import Link
 from kvhma.errors import TransferError
-from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region
 
 if TYPE_CHECKING:  # NIXL may not be installed
     from kvhma.nixl import Agent, Peer
 
 BUDGET = 64 << 20
 """Largest size of a read, in bytes."""
-_PAGE = 4096
 _TIMEOUT_SECONDS = 60.0
 
 
@@ -96,20 +94,10 @@ def fit(points: Sequence[Point], source: str) -> Link:
     return Link(each, 1 / per_byte, source)
 
 
-def _geometry(memory: NDArray[np.uint8]) -> Geometry:
-    page = Page((Part("bytes", "uint8", 1, 0, (Axis("bytes", _PAGE, 1),)),))
-    layer = Layer("link", 0, 0, 0, len(memory) // _PAGE, _PAGE, page)
-    return Geometry((Region(memory.ctypes.data, len(memory)),), (Group("opaque", 1),), (layer,), null_block=None)
-
-
 def _pattern(length: int) -> NDArray[np.uint8]:
     """Return bytes in which no two blocks are equal."""
     words = np.arange(-(-length // 8), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     return words.view(np.uint8)[:length].copy()
-
-
-def _room(nbytes: int) -> int:
-    return -(-nbytes // _PAGE) * _PAGE
 
 
 def _agent(name: str, backend: str) -> Agent:
@@ -119,18 +107,18 @@ def _agent(name: str, backend: str) -> Agent:
 
 
 def _hold(pipe: Connection, nbytes: int, backend: str) -> None:
-    memory = _pattern(_room(nbytes))
+    memory = _pattern(nbytes)
     with _agent("link-prefill", backend) as agent:
-        connect(pipe, agent, _geometry(memory))
+        connect(pipe, agent, bytes_geometry(memory))
         while not pipe.poll(0.01):  # until D has read everything
             agent.notifications()
 
 
 def _read(pipe: Connection, nbytes: int, sizes: list[int], limit: int, repeats: int, backend: str) -> None:
-    expected = _pattern(_room(nbytes))
-    memory = np.zeros(_room(nbytes), dtype=np.uint8)
+    expected = _pattern(nbytes)
+    memory = np.zeros(nbytes, dtype=np.uint8)
     with _agent("link-decode", backend) as agent:
-        peer = connect(pipe, agent, _geometry(memory))
+        peer = connect(pipe, agent, bytes_geometry(memory))
         starts = (memory.ctypes.data, peer.geometry.regions[0].base)
         for size, spaced in product(sizes, (True, False)):
             count = blocks_of(size, limit)

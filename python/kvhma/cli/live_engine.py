@@ -39,10 +39,6 @@ class HostPort(ParamType):
 
     name = "host:port"
 
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Return what help shows for a value."""
-        return "HOST:PORT"
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
         """Return host and port."""
         if isinstance(value, tuple):

@@ -10,8 +10,11 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvhma.errors import KvhmaError, PeerLostError, TransferError
-from kvhma.geometry import Geometry
+from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region
 
 if TYPE_CHECKING:  # only some commands need NIXL
     from kvhma.nixl import Agent, Peer
@@ -49,6 +52,8 @@ def _run(pipe: Connection, target: Any, arguments: tuple[Any, ...]) -> None:
             target(pipe, *arguments)
         except (KvhmaError, ImportError) as error:
             pipe.send(error if isinstance(error, KvhmaError) else TransferError(str(error)))
+        except Exception as error:  # of a broken installation, or of a transport
+            pipe.send(TransferError(f"{type(error).__name__}: {error}"))
 
 
 def receive(pipe: Connection, name: str, seconds: float = TIMEOUT_SECONDS) -> Any:
@@ -81,3 +86,10 @@ def connect(pipe: Connection, agent: Agent, geometry: Geometry) -> Peer:
     agent.register(geometry)
     pipe.send(agent.handshake_payload(geometry))
     return agent.connect(pipe.recv())
+
+
+def bytes_geometry(memory: NDArray[np.uint8]) -> Geometry:
+    """Return a geometry of plain bytes, uint8 ``(n,)``, to be registered."""
+    page = Page((Part("bytes", "uint8", 1, 0, (Axis("bytes", len(memory), 1),)),))
+    layer = Layer("bytes", 0, 0, 0, 1, len(memory), page)
+    return Geometry((Region(memory.ctypes.data, len(memory)),), (Group("opaque", 1),), (layer,), null_block=None)

@@ -24,15 +24,11 @@ _UNITS = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
 class Tokens(ParamType):
     """A number of tokens, as vLLM's ``--max-model-len`` takes it: 8192, 8k (8,000), 8K (8,192) or 1.5k."""
 
-    name = "tokens"
+    name = "n"
 
     def __init__(self, low: int = 1, high: int = MAX_TOKENS) -> None:
         """Accept numbers from `low` to `high`."""
         self.low, self.high = low, high
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Return what help shows for a value."""
-        return "N"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return the number."""
@@ -50,13 +46,11 @@ class Tokens(ParamType):
 class GroupTokens(Tokens):
     """A number of tokens for each group: ``8k,8k,0``."""
 
+    name = "n,n,…"
+
     def __init__(self) -> None:
         """Accept 0, for a group without a hit."""
         super().__init__(0)
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Return what help shows for a value."""
-        return "N,N,…"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the numbers."""
@@ -68,9 +62,7 @@ class GroupTokens(Tokens):
 class Speeds(Tokens):
     """Tokens that P and D compute in a second: ``20k/8k``, or one number for both."""
 
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Return what help shows for a value."""
-        return "N[/N]"
+    name = "n[/n]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the numbers of P and of D."""
@@ -84,11 +76,7 @@ class Speeds(Tokens):
 class Ranks(ParamType):
     """Ranks, alone and in ranges with both ends: ``0-3,7``."""
 
-    name = "ranks"
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Return what help shows for a value."""
-        return "N,N-N,…"
+    name = "n,n-n,…"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         """Return the ranks, ascending, each once."""
