@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that have a better one in the field, and prose that has a plainer form, are found.
+"""Names that are pronouns, and prose that has a plainer form, are found.
 
     python tools/words.py              # prints each place and what to write; exit code 1 if a folder has more than LEFT
     python tools/words.py PATH ...     # prints all that these files or folders have
 
-Names are whole identifiers, and only those without another good use in their folder. Prose is pages, comments, and
-strings with a space in them; code in backticks is one word of it. A sentence ends at a full stop, an empty line, or
-where a list or a table's cell ends.
+Prose is pages, comments, and strings with a space in them; code in backticks is one word of it. A sentence ends at a
+full stop, an empty line, or where a list or a table's cell ends.
 """
 
 from __future__ import annotations
@@ -18,20 +17,7 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from layers import ROOT, plain_rust
-
-RETIRED = {
-    "python/kvhma rust/core rust/py": "ours mine here theirs there orphans seal sealed rehearse rehearsed give_back "
-    "shook",
-    "python/kvhma/vllm": "Hold Claim Ledger Courier _Inquiry fence fences fenced strike_off let_go Life Lines Desk "
-    "Roster Source borrow meet Order Moving Pull Stage WorkerHalf SchedulerHalf _deciding Direct Staged HostStaging "
-    "leaving arrived Place Remote",
-    "rust/core/src": "Lane LanePart Share Link Row Feed Family Tokens Cuts ByCut Reach Checked Room touched "
-    "touched_start stretches",
-}
-"""Names of a file or of anything in it that have a better one in these folders: LeaseTable, EngineInfo, TokenRange."""
-RETIRED_FILES = {"python/kvhma/cli": "rivals facts fixes sides show pair", "python/kvhma/vllm": "compat content"}
-"""Names of files only: good ones inside of a file."""
+from layers import ROOT
 
 PRONOUNS = "one other whoever nobody most least told"
 """No names of anything: the thing has one."""
@@ -141,32 +127,10 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def names(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield every identifier of a file with its line."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".rs":
-        for row, line in enumerate(plain_rust(text).splitlines(), 1):
-            yield from ((row, name) for name in re.findall(r"[^\W\d]\w*", line))
-    else:
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.NAME:
-                yield token.start[0], token.string
-
-
-def named(root: Path) -> set[tuple[str, int, str]]:
-    """Return files, lines and reasons of names that have a better one."""
-    found: set[tuple[str, int, str]] = set()
-    for folders in RETIRED.keys() | RETIRED_FILES.keys():
-        retired, files = (tables.get(folders, "").split() for tables in (RETIRED, RETIRED_FILES))
-        for path in _files(root, folders):
-            if path.suffix not in (".py", ".pyi", ".rs"):
-                continue
-            file = path.relative_to(root).as_posix()
-            if path.stem in retired + files:
-                found.add((file, 1, f"the file name {path.stem} has a better one"))
-            found |= {
-                (file, line, f"the name {name} has a better one") for line, name in names(path) if name in retired
-            }
-    return found
+    """Yield every identifier of a Python file with its line."""
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+        if token.type == tokenize.NAME:
+            yield token.start[0], token.string
 
 
 def written(root: Path, folders: str) -> set[tuple[str, int, str]]:
@@ -195,7 +159,6 @@ def main(root: Path = ROOT, paths: Sequence[str] = ()) -> int:
         for path in paths:
             found |= written(root, path)
     else:
-        found = named(root)
         for folders in PROSE:
             places = written(root, folders)
             if len(places) > LEFT.get(folders, 0):
