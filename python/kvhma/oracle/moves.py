@@ -12,9 +12,10 @@ zero. The remaining bytes may be either, because they are never read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -147,7 +148,7 @@ def byte_moves(
 
 
 def read_masks(
-    group: Group, template: Template, blocks: Blocks, num_tokens: int, kernels: Ints
+    group: Group, template: Template, blocks: Blocks, num_tokens: int, kernels: Ints, unit: int = 0
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Return which bytes of some blocks the next step reads, and which may be copied with them.
 
@@ -160,6 +161,7 @@ def read_masks(
         blocks: some of the group's blocks.
         num_tokens: tokens of the request.
         kernels: tokens of P's kernel block for each part, see :func:`source_kernels`.
+        unit: tokens of D's kernel block; 0 for all of it.
     """
     token = blocks.token[:, None] + template.token
     if group.kind in ("ssm", "opaque"):
@@ -168,22 +170,25 @@ def read_masks(
     if low >= num_tokens:
         return np.zeros(token.shape, bool), np.zeros(token.shape, bool)
     needed = (token + template.tokens > low) & (token < num_tokens)
-    end = np.minimum(_ceil(num_tokens, group.kernel_block_size), _ceil(num_tokens, kernels))
+    end = np.minimum(_ceil(num_tokens, unit or group.kernel_block_size), _ceil(num_tokens, kernels))
     return needed, ~needed & (token < end)
 
 
-def source_kernels(remotes: Sequence[Geometry], catalog: Catalog) -> Ints:
+def source_kernels(
+    remotes: Sequence[Geometry], catalog: Catalog, unit: Callable[[Group], int] = attrgetter("kernel_block_size")
+) -> Ints:
     """Return the tokens of P's kernel block for each part, 0 if P lacks the part.
 
     Args:
         remotes: the P ranks.
         catalog: numbers of parts.
+        unit: returns the tokens of a group's kernel block that count.
     """
     found = np.zeros(len(catalog.entries), np.int64)
     for remote in remotes:
         for layer, part in parts_of(remote):
             entry = catalog.index[layer.name, part.name]
-            found[entry] = max(found[entry], remote.groups[layer.group].kernel_block_size)
+            found[entry] = max(found[entry], unit(remote.groups[layer.group]))
     return found
 
 
