@@ -116,8 +116,8 @@ class Arguments(RequestOptions):
         """Options of the plan."""
         return PlanOptions(self.descriptor_bytes, self.max_descriptors)
 
-    def hand_off(self) -> HandOff:
-        """Make the hand-off that the arguments ask for.
+    def hand_off(self, room: int = 0) -> HandOff:
+        """Make the hand-off that the arguments ask for; caches of a model have room for at least `room` tokens.
 
         Raises:
             click.UsageError: arguments that exclude each other.
@@ -140,7 +140,7 @@ class Arguments(RequestOptions):
             self._check_defaults()
             return of_geometries(Path(self.model).stem, [found], [found], self)
         found.check(self.prefill, self.decode)
-        return replace(of_model(found.model, self.prefill, self.decode, self), layout=found.layout)
+        return replace(of_model(found.model, self.prefill, self.decode, self, room), layout=found.layout)
 
     def _check_defaults(self) -> None:
         if (self.prefill, self.decode) != (_DEFAULT_ENGINE, _DEFAULT_ENGINE) or self.kv_dtype or self.ssm_dtype:

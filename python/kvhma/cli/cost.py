@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import click
 
 from kvhma.cli.arguments import FILE, Arguments, hand_off_options
 from kvhma.cli.format import Sheet, duration, output_options, print_json, print_sheets, size
-from kvhma.cli.hand_off import HandOff, of_model
 from kvhma.cli.link_file import load_link
 from kvhma.cli.values import GroupTokens, Speeds, Tokens
 from kvhma.costs import Cost, Link, cost
@@ -54,7 +53,7 @@ def cost_(
     A router calls the same function for each request: kvhma.cost.
     """  # noqa: D301 - click's mark for lines that it must not wrap
     asked = Arguments(**given)
-    hand_off = _roomy(asked.hand_off())
+    hand_off = asked.hand_off(room=_ROOM)
     constants = load_link(link)
     costs = cost(
         hand_off.decode,
@@ -86,15 +85,6 @@ def cost_(
         "link": asdict(constants),
     }
     print_json(form)
-
-
-def _roomy(hand_off: HandOff) -> HandOff:
-    """Return engines of a model with room for a long request. Geometries have the room that they have."""
-    asked = hand_off.asked
-    if asked is None or hand_off.tokens >= _ROOM:
-        return hand_off
-    larger = of_model(asked.model, asked.prefill, asked.decode, replace(asked.request, tokens=_ROOM))
-    return replace(larger, layout=hand_off.layout)
 
 
 def _sheet(

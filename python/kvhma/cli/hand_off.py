@@ -58,16 +58,6 @@ class RequestOptions:
             raise RequestError(f"--cached {self.cached}: must be 0 to the {self.tokens:,} of --tokens")
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The arguments of :func:`of_model`."""
-
-    model: Model
-    prefill: EngineOptions
-    decode: EngineOptions
-    request: RequestOptions
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOff:
     """All ranks of a decode engine (D) and a prefill engine (P), and a request between them.
@@ -82,7 +72,6 @@ class HandOff:
         local_tables: D's block tables.
         remote_tables: P's block tables.
         dp_sizes: number of engines like D, and like P, that share the requests.
-        asked: the arguments that it was made from; None if the engines are geometries.
         layout: the source of the cache layout; None if geometries were given.
     """
 
@@ -95,7 +84,6 @@ class HandOff:
     local_tables: BlockTables
     remote_tables: BlockTables
     dp_sizes: tuple[int, int] = (1, 1)
-    asked: Asked | None = None
     layout: str | None = None
 
     @property
@@ -192,8 +180,10 @@ class Counted:
         return total(read.total for read in self.reads if read.decode_index == decode_index)
 
 
-def of_model(model: Model, prefill: EngineOptions, decode: EngineOptions, request: RequestOptions) -> HandOff:
-    """Make the geometries of a model on two engines, with room for one request.
+def of_model(
+    model: Model, prefill: EngineOptions, decode: EngineOptions, request: RequestOptions, room: int = 0
+) -> HandOff:
+    """Make the geometries of a model on two engines, with room for one request, and at least for `room` tokens.
 
     Raises:
         KvhmaError: this layout is impossible, or the request does not fit; the text names the option.
@@ -205,7 +195,7 @@ def of_model(model: Model, prefill: EngineOptions, decode: EngineOptions, reques
             sketches = [engine.rank(model, stage * engine.tp_size, 2, 1 << 20) for stage in range(engine.pp_size)]
         except KvhmaError as error:
             raise LayoutError(f"--{name}: {error}") from error
-        needed = sum(map(len, sequence_blocks(sketches[0], request.tokens)))
+        needed = sum(map(len, sequence_blocks(sketches[0], max(request.tokens, room))))
         blocks = 1 + needed * (1 if request.pool == "fresh" else 2)
         largest = max(sum(region.bytes + 4096 for region in rank.regions) for rank in sketches)
         sizes.append((max(blocks, 2), largest // 2))
@@ -213,8 +203,7 @@ def of_model(model: Model, prefill: EngineOptions, decode: EngineOptions, reques
     step = 1 << max(blocks * size + (1 << 20) for blocks, size in sizes).bit_length()
     local = decode.ranks(model, decode_blocks, step * (1 + prefill.num_ranks), step)
     hand_off = of_geometries(model.name, local, prefill.ranks(model, prefill_blocks, step, step), request)
-    asked = Asked(model, prefill, decode, request)
-    return replace(hand_off, dp_sizes=(decode.dp_size, prefill.dp_size), asked=asked)
+    return replace(hand_off, dp_sizes=(decode.dp_size, prefill.dp_size))
 
 
 def of_geometries(
