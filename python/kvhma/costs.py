@@ -100,27 +100,18 @@ class Link:
         return json.dumps({"kvhma_link": _LINK_VERSION, **asdict(self)}, indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, data: bytes | str) -> Link:
-        """Read what ``kvhma bench link`` stores.
+    def from_form(cls, form: Any) -> Link:
+        """Make a link of what :meth:`to_json` writes.
 
         Args:
-            data: JSON text.
+            form: the parsed JSON.
 
         Returns:
             The link.
 
         Raises:
-            RequestError: the text is something else, or a number is not positive.
+            RequestError: the form is something else, or a number is not positive.
         """
-        try:
-            form = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"not JSON: {error}", code="json", field="data") from error
-        return cls.from_form(form)
-
-    @classmethod
-    def from_form(cls, form: Any) -> Link:
-        """Make a link of the parsed form. Errors as for `from_json`."""
         if not isinstance(form, Mapping) or form.get("kvhma_link") != _LINK_VERSION:
             text = f"not written by `kvhma bench link` (version {_LINK_VERSION})"
             raise RequestError(text, code="version", field="kvhma_link", expected=_LINK_VERSION)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -324,11 +325,10 @@ def test_errors_have_the_field_and_both_values(call: Any, field: str, value: str
 
 def test_a_link_is_stored_and_read() -> None:
     link = kvhma.Link(2e-6, 5e9, "here")
-    assert kvhma.Link.from_json(link.to_json()) == link
-    assert kvhma.Link.from_json(link.to_json().encode()) == link
-    for text in ("{", "[]", '{"kvhma_link": 2}', b"\xff"):
-        with pytest.raises(RequestError, match=r"not (JSON|written by `kvhma bench link`)"):
-            kvhma.Link.from_json(text)
+    assert kvhma.Link.from_form(json.loads(link.to_json())) == link
+    for form in ([], {"kvhma_link": 2}):
+        with pytest.raises(RequestError, match="not written by `kvhma bench link`"):
+            kvhma.Link.from_form(form)
 
 
 def test_a_group_is_counted_alone() -> None:
