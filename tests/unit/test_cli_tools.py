@@ -252,7 +252,6 @@ def test_completion(program: Path) -> None:
     assert "google/gemma-3-27b-it" in complete(program, "plan", "Google/")
     assert complete(program, "bench", "") == ["link"]
     assert "--prefill" in complete(program, "plan", "--pre")
-    assert complete(program, "plan", "M", "--kv-dtype", "fp8") == ["fp8", "fp8_e4m3"]
 
 
 def test_a_reader_that_stops() -> None:

@@ -8,9 +8,8 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
-from click.shell_completion import CompletionItem
 
-from kvhma.cli.engine_options import DTYPES, MAX_RANKS, dtype
+from kvhma.cli.engine_options import MAX_RANKS, dtype
 from kvhma.cli.hand_off import MAX_TOKENS
 
 if TYPE_CHECKING:
@@ -105,7 +104,3 @@ class Dtype(ParamType):
             return dtype(value)
         except ValueError as error:
             self.fail(f"{value!a}: {error}", param, ctx)
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Complete the name."""
-        return [CompletionItem(name) for name in DTYPES if name.startswith(incomplete.lower())]
