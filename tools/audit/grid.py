@@ -79,13 +79,8 @@ class Row:
     @property
     def form(self) -> str:
         """The model's ``config.json``."""
-        return form_of(self.model)
-
-
-def form_of(model: str) -> str:
-    """Return the ``config.json`` of a model."""
-    more: dict[str, Any] = {"architectures": [ARCHITECTURES[model]], "torch_dtype": "bfloat16"}
-    return json.dumps(MODELS[model] | more)
+        more: dict[str, Any] = {"architectures": [ARCHITECTURES[self.model]], "torch_dtype": "bfloat16"}
+        return json.dumps(MODELS[self.model] | more)
 
 
 def grid() -> Iterator[Row]:

@@ -13,6 +13,8 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
+from kvhma.lowlevel import expand_views
+
 Rows = NDArray[np.uint64]
 
 LOCAL = "NIXL_INIT_AGENT"
@@ -94,7 +96,10 @@ class RecordingAgent:
     def prep_xfer_dlist(self, agent: str, xfer_list: Any, mem_type: str = "", **_: Any) -> Prepared:
         """See nixl_agent. Memory that was not registered is refused."""
         owner = self if agent == LOCAL else self.made[agent]
-        rows = _written_out(np.asarray(xfer_list, np.uint64))
+        rows = np.ascontiguousarray(xfer_list, np.uint64)
+        if rows.ndim == 2 and rows.shape[1] == 5:  # since vLLM 0.33, with a stride and a count
+            rows = expand_views(rows)
+        rows = rows.reshape(-1, 3)
         if (lost := outside(owner.registered, rows)).size:
             raise NixlError(f"nixlNotFoundError: row {rows[lost[0]].tolist()} is not in registered memory")
         return Prepared(owner.name, rows)
@@ -152,17 +157,6 @@ def outside(registered: list[tuple[int, int]], rows: Rows) -> NDArray[np.int64]:
     for low, high in registered:
         inside |= (rows[:, 0] >= np.uint64(low)) & (ends <= np.uint64(high))
     return np.flatnonzero(~inside)
-
-
-def _written_out(rows: Rows) -> Rows:
-    """Return rows of address, length and device; since vLLM 0.33 they come with a stride and a count."""
-    if rows.ndim != 2 or rows.shape[1] != 5:
-        return rows.reshape(-1, 3)
-    counts = rows[:, 4].astype(np.int64)
-    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    whole = np.repeat(rows[:, :3], counts, axis=0)
-    whole[:, 0] += within.astype(np.uint64) * np.repeat(rows[:, 3], counts)
-    return whole
 
 
 @contextmanager

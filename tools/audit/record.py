@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from audit.engine import CONNECTORS, Engine, Shape, answering, load
@@ -21,6 +20,7 @@ from audit.mooncake import recorded_mooncake
 from audit.nixl import recorded
 from kvhma.geometry import Geometry, Span
 from kvhma.oracle.labels import Ints
+from kvhma.oracle.smallest import joined_rows
 from kvhma.oracle.traces import Step, Trace, TracedRequest
 from kvhma.vllm.caches.formats import transferred_groups
 
@@ -201,19 +201,11 @@ def _moved(geometry: Geometry, numbers: Ints, found: Ints) -> list[Step]:
     steps = []
     if moved.any():
         rows = np.column_stack((addresses[found[moved] - 1], addresses[moved], np.ones(int(moved.sum()), np.uint64)))
-        steps.append(Step("rearrange", 0, _runs(rows)))
+        steps.append(Step("rearrange", 0, joined_rows(rows)))
     if zeroed.any():
         rows = np.column_stack((addresses[zeroed], np.ones(int(zeroed.sum()), np.uint64)))
-        steps.append(Step("zero", 0, _runs(rows)))
+        steps.append(Step("zero", 0, joined_rows(rows)))
     return steps
-
-
-def _runs(rows: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Join rows whose addresses continue in the next row."""
-    first = np.ones(len(rows), bool)
-    first[1:] = np.any(rows[:-1, :-1] + rows[:-1, -1:] != rows[1:, :-1], axis=1)
-    starts = np.flatnonzero(first)
-    return np.column_stack((rows[starts, :-1], np.add.reduceat(rows[:, -1], starts)))
 
 
 # --- Blocks ---------------------------------------------------------------------------------------------

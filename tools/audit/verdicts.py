@@ -127,13 +127,9 @@ def _causes(found: Sequence[Verdict]) -> list[str]:
     reasons: dict[tuple[str, str, str], list[Verdict]] = defaultdict(list)
     for one in found:
         if one.outcome != "right":
-            reasons[one.outcome, one.row.model, _general(one.text)].append(one)
+            reasons[one.outcome, one.row.model, re.sub(r"\d[\d,]*", "n", one.text)].append(one)
     lines = ["| verdict | model | rows | for example | what |", "|---|---|---:|---|---|"]
     for (outcome, model, _), those in reasons.items():
         text = those[0].text.replace("|", "\\|")
         lines.append(f"| {outcome} | {model} | {len(those)} | `{those[0].row.name}` | {text} |")
     return lines
-
-
-def _general(text: str) -> str:
-    return re.sub(r"\d[\d,]*", "n", text)

@@ -96,7 +96,7 @@ def _inside(geometry: Geometry, addresses: Rows, sizes: Rows) -> Mask:
 def _without_idle_rows(traced: RankTrace, tries: int) -> RankTrace:
     """Join rows, then remove rows as long as the fault stays the same: halves, quarters, .., single rows."""
     counts = _counts(traced)
-    steps = [replace(step, rows=_joined(step)) for step in traced.steps]
+    steps = [replace(step, rows=_joined(step.rows)) for step in traced.steps]
 
     def has_same_fault(index: int, shorter: Step) -> bool:
         nonlocal tries
@@ -130,11 +130,12 @@ def _reason(found: Judged) -> tuple[str, ...]:
     return tuple(text for cause in found.causes[:1] for text in (cause.what, cause.found))
 
 
-def _joined(step: Step) -> Rows:
-    """Return the rows of a step with neighbours on both sides joined."""
-    rows = step.rows[np.argsort(step.rows[:, -2], kind="stable")]
-    if not len(rows):
-        return rows
+def _joined(rows: Rows) -> Rows:
+    return joined_rows(rows[np.argsort(rows[:, -2], kind="stable")]) if len(rows) else rows
+
+
+def joined_rows(rows: Rows) -> Rows:
+    """Join rows, ``(n, 2)`` or ``(n, 3)``, whose addresses continue in the next row on all sides; at least one row."""
     places, sizes = rows[:, :-1], rows[:, -1:]
     first = np.ones(len(rows), bool)
     first[1:] = np.any(places[:-1] + sizes[:-1] != places[1:], axis=1)
