@@ -14,7 +14,6 @@ PYTHON = {
     "python/kvhma": "cli\nvllm | torch\n__init__\nplanning\n_kvhma\nerrors",
     "python/kvhma/vllm": "scheduler | worker\nloads | reads\n*",
 }
-RUST = {"rust/core/src": "lib\nrequest\ngeometry\nerror"}
 
 
 layers = program("tools/layers.py")
@@ -96,39 +95,3 @@ def test_a_circle_of_imports_is_named_once(tmp_path, capsys):
     found = [line for line in capsys.readouterr().out.splitlines() if "circle" in line]
     way = " -> ".join(f"python/kvhma/cli/{name}.py" for name in "abca")
     assert found == [f"python/kvhma/cli/a.py:1: in a circle: {way}"]
-
-
-SOUND_RUST = {
-    "lib.rs": "mod error;\nmod geometry;\nmod request;\npub use geometry::{Geometry, json::from_json};\n",
-    "error.rs": "//! See crate::request.\npub struct Error;\n",
-    "geometry/mod.rs": "mod json;\npub struct Geometry;\n",
-    "geometry/json.rs": "use crate::error::Error;\nfn f() { \"crate::request {\"; let c = '{'; std::mem::drop(c) }\n",
-    "request.rs": "use crate::{error::Error as Wrong, geometry::{self, Geometry}};\n"
-    "#[cfg(test)]\nmod tests {\n    use crate::lib;\n}\n",
-}
-
-
-@pytest.mark.parametrize(
-    ("file", "line", "reason"),
-    [
-        ("", "", ""),
-        ("error.rs", "use crate::request::Request;", "error uses request, which is above it"),
-        ("error.rs", "fn f() { crate::geometry::read() }", "error uses geometry, which is above it"),
-        ("geometry/json.rs", "use super::super::request::Span;", "geometry uses request, which is above it"),
-        ("geometry/json.rs", "use crate::Geometry;", "geometry uses lib, which is above it"),
-        ("pages.rs", "", "pages has no line in the picture"),
-        ("error.rs", "#[cfg(test)]\nmod tests { use crate::request::Request; fn f() { if true {} } }", ""),
-        ("geometry/check.rs", "use super::json::from_json;", ""),
-    ],
-)
-def test_paths_of_rust(file, line, reason, tmp_path, capsys):
-    build(tmp_path, "rust/core/src", SOUND_RUST)
-    build(tmp_path, "rust/core/src", {file: SOUND_RUST.get(file, "") + line} if file else {})
-    code = layers.main(tmp_path, RUST)
-    printed = capsys.readouterr().out.splitlines()
-    assert code == bool(reason), printed
-    if reason:
-        row = 1 + SOUND_RUST.get(file, "").count("\n")
-        assert f"rust/core/src/{file}:{row}: {reason}" in " ".join(printed), printed
-    else:
-        assert len(printed) == 1
