@@ -196,7 +196,7 @@ def test_two_processes(tmp_path: Path) -> None:
     assert (done.code, done.err) == (0, "")
     rows = [(row["block"], row["blocks"], row["descriptors"]) for row in done.form["points"]]
     assert rows == [(4096, 64, 64), (4096, 64, 1), (100_000, 64, 64), (100_000, 64, 1)]
-    assert all(0 < row["seconds"] <= row["median"] for row in done.form["points"])
+    assert all(row["seconds"] > 0 for row in done.form["points"])
     constants = json.loads(saved.read_text())
     assert constants["seconds_per_descriptor"] == done.form["seconds_per_descriptor"]
     assert load_link(saved).bytes_per_second == done.form["bytes_per_second"]

@@ -34,14 +34,12 @@ class Point:
         blocks: blocks that were read.
         descriptors: copies of the read: one per block if they are spaced, one in total if they touch.
         seconds: time of the read from making it until all bytes arrived; the best of the repeats.
-        median: the median of the repeats.
     """
 
     block: int
     blocks: int
     descriptors: int
     seconds: float
-    median: float
 
     @property
     def bytes(self) -> int:
@@ -128,8 +126,7 @@ def _read(pipe: Connection, nbytes: int, sizes: list[int], limit: int, repeats: 
             for at, length, _ in rows.tolist():
                 if not np.array_equal(memory[at : at + length], expected[at : at + length]):
                     raise TransferError(f"a block of {size} bytes at {at} arrived with wrong bytes")
-            warm = sorted(times[1:])
-            pipe.send(Point(size, count, len(rows), warm[0], warm[len(warm) // 2]))
+            pipe.send(Point(size, count, len(rows), min(times[1:])))
 
 
 def _seconds(agent: Agent, peer: Peer, local: NDArray[np.uint64], remote: NDArray[np.uint64]) -> float:
