@@ -343,9 +343,6 @@ class Asking(NamedTuple):
     def connect(self):
         return Client(self.address, self.peers.timeout, Secrets())
 
-    def take_idle(self):
-        return self.peers.idle.take_client(self.address)
-
     def release(self, client):
         self.peers.idle.release_client(self.address, client)
 
@@ -465,27 +462,12 @@ def test_too_many_readers(clients, listen):
         ask(clients, claim("a")).check(0, P)
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_nobody_answers(address, kept):
-    """No wait takes longer than its timeout, over an open connection and over a new one."""
+def test_nobody_answers(address):
     with socket.create_server(address), asking(address, 0.2) as clients:
-        if kept:
-            clients.release(clients.connect())
         question = LeaseQuestion(*clients, [claim("a")], 0.2, None)
         until(question.poll)
         with pytest.raises(LeaseUnknownError, match="P has not confirmed that the blocks were held"):
             question.check(0, P)
-        assert clients.take_idle() is None
-
-
-def test_a_connection_is_kept_for_the_next_question(clients, table):
-    ask(clients, claim(add(table, "a"))).check(0, P)
-    client = clients.take_idle()
-    assert client is not None
-    clients.release(client)
-    ask(clients, claim(add(table, "b"))).check(0, P)
-    with clients.take_idle() as kept:
-        assert kept is client
 
 
 def test_a_connection_that_p_ends_while_it_is_asked_costs_no_load(clients, address, listen):
