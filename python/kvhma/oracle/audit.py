@@ -28,8 +28,6 @@ from kvhma.oracle.traced_memory import JUNK, KEYS, RACED, ZERO, Mask, RankTrace,
 from kvhma.oracle.traces import Step, Trace
 from kvhma.planning import plan
 
-__all__ = ["Cause", "Judged", "Planned", "RankTrace", "audit", "judge", "ranks_of"]
-
 Outcome: TypeAlias = Literal["right", "wrong", "refused"]
 
 _MOST = 12

@@ -43,8 +43,6 @@ from kvhma.oracle.memory import Difference, MemoryReport, owner_of
 from kvhma.oracle.moves import read_masks, source_kernels
 from kvhma.oracle.settled import settled
 
-__all__ = ["Oracle", "Report"]
-
 _TOO_LARGE = 1 << 28
 _JUNK = 1 << 44
 """Labels: positive for content, 0 for zero, negative for D's stale bytes, and from ``-_JUNK`` on down for P's junk."""

@@ -16,8 +16,6 @@ from kvhma.oracle.shrink import shrink
 from kvhma.oracle.traced_memory import Mask, RankTrace
 from kvhma.oracle.traces import Rows, Step, Trace, TracedRequest
 
-__all__ = ["answered", "smallest", "trace_of"]
-
 _STEPS_NAME_THEM = frozenset(("exact", "sources", "ids"))
 """Passes that are not possible: steps have numbers of sources and addresses of blocks."""
 _CACHED_NAMES_THEM = frozenset(("groups", "pools"))

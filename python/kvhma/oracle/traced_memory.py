@@ -26,8 +26,6 @@ from kvhma.oracle.moves import keyed, source_kernels
 from kvhma.oracle.settled import settled
 from kvhma.oracle.traces import Rows, Step
 
-__all__ = ["JUNK", "KEYS", "RACED", "ZERO", "Mask", "RankTrace", "TracedMemory"]
-
 Mask: TypeAlias = "NDArray[np.bool_]"
 
 KEYS = np.int64(1 << 44)

@@ -31,8 +31,6 @@ from kvhma.oracle.forms import (
 )
 from kvhma.oracle.labels import by_source
 
-__all__ = ["MAX_FILE_BYTES", "MAX_ROWS", "TRACE_VERSION", "Step", "Trace", "TracedRequest", "load", "save"]
-
 TRACE_VERSION = 1
 """Version of the format, the value of its ``kvhma_trace`` key."""
 
