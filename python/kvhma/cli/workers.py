@@ -15,6 +15,7 @@ from kvhma.cli.subprocess import connect
 from kvhma.errors import OracleError, TransferError
 from kvhma.geometry import Geometry, Span
 from kvhma.nixl import Agent, Peer
+from kvhma.nixl.blocking import clear_host
 from kvhma.oracle import MemoryReport, Request, check_memory, fill_source, fill_stale
 from kvhma.planning import plan
 
@@ -99,8 +100,7 @@ def local_spans(request: HandOff, geometry: Geometry) -> list[Span]:
 
 def _move(agent: Agent, peer: Peer, transfer: Transfer, index: int) -> bool:
     """Zero and read what a transfer lists, and raise if NIXL counts something else; return whether it counts."""
-    for address, length, _ in transfer.zero.tolist():
-        ctypes.memset(address, 0, length)
+    clear_host(transfer.zero)
     counted = True
     for read in transfer.reads:
         moving = agent.read(peer, read.local, read.remote, f"done {index}".encode())

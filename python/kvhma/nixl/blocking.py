@@ -58,7 +58,7 @@ def load(
     if clear is not None:
         clear(transfer.zero)
     elif memory == "DRAM":
-        _clear_host(transfer.zero)
+        clear_host(transfer.zero)
     elif len(transfer.zero):
         raise RequestError(
             f"clear is missing for memory {memory!r}: pass a function that clears {len(transfer.zero)} ranges"
@@ -94,7 +94,8 @@ def _check_local(agent: Agent, transfer: Transfer, memory: Memory) -> None:
             raise RequestError(f"{region} of the transfer is not registered with agent {agent.name!r}")
 
 
-def _clear_host(rows: NDArray[np.uint64]) -> None:
+def clear_host(rows: NDArray[np.uint64]) -> None:
+    """Zero ranges of host memory: shape (n, 3), address, length in bytes, device."""
     for address, length, _ in rows.tolist():
         ctypes.memset(address, 0, length)
 

@@ -126,7 +126,7 @@ def _last_tokens(case: Case, count: int) -> Case:
     (local, spans), *sources = sides_of(case)
     kept = [_from_token(group, span, start) for group, span in zip(local.groups, spans, strict=True)]
     pairs = zip(local.groups, kept, strict=True)
-    first = min((span.first * _turn(group) for group, span in pairs if _is_by_token(group)), default=start)
+    first = min((span.first * group.tokens_per_entry for group, span in pairs if _is_by_token(group)), default=start)
     sides = [(local, tuple(kept))]
     for geometry, of_source in sources:
         pairs = zip(geometry.groups, of_source, strict=True)
@@ -136,17 +136,12 @@ def _last_tokens(case: Case, count: int) -> Case:
 
 def _from_token(group: Group, span: Span, token: int) -> Span:
     """Remove blocks wholly before a token, except the last block."""
-    gone = min(token // _turn(group) - span.first, len(span.ids) - 1)
+    gone = min(token // group.tokens_per_entry - span.first, len(span.ids) - 1)
     return Span(span.first + gone, list(span.ids)[gone:]) if _is_by_token(group) and gone > 0 else span
 
 
 def _is_by_token(group: Group) -> bool:
     return group.kind not in ("ssm", "opaque")
-
-
-def _turn(group: Group) -> int:
-    """Return the tokens of all ranks in an entry of the block table."""
-    return group.block_size * group.cp_size
 
 
 def _numbered_anew(case: Case) -> Case:

@@ -176,12 +176,9 @@ def without_idle_groups(case: Case, at: int) -> Case:
 def _fewer_parts(case: Case) -> Iterator[_Make]:
     names = dict.fromkeys(part.name for layer in case.local.layers for part in layer.page.parts)
     for name in names:
-        if any(len(layer.page.parts) > 1 and _has(layer, name) for layer in case.local.layers):
+        parts = [{part.name for part in layer.page.parts} for layer in case.local.layers]
+        if any(len(held) > 1 and name in held for held in parts):
             yield partial(each_rank, case, partial(_without_part, name))
-
-
-def _has(layer: Layer, part: str) -> bool:
-    return any(held.name == part for held in layer.page.parts)
 
 
 def _without_part(name: str, geometry: Geometry) -> Geometry:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvhma.geometry import Geometry, Region, Span
 from kvhma.geometry import Memory as MemoryKind
+from kvhma.nixl.blocking import clear_host
 from kvhma.tensors.permuting import launch_permute
 from kvhma.tensors.storages import Storages
 from kvhma.vllm.device.accelerator import Accelerator, device_of
@@ -99,7 +99,7 @@ class DeviceMemory:
     def zero(self, rows: NDArray[np.uint64], after: torch.Event | None = None) -> torch.Event | None:
         """See :class:`Memory`."""
         if not isinstance(self.device, Accelerator):
-            zero_host(rows)
+            clear_host(rows)
             return None
         if not len(rows):
             return after  # earlier steps must not overwrite what is read either
@@ -131,12 +131,6 @@ class DeviceMemory:
     ) -> torch.Event | None:
         """Do nothing: the blocks are filled already."""
         return None
-
-
-def zero_host(rows: NDArray[np.uint64]) -> None:
-    """Zero ranges of host memory."""
-    for address, length, _ in rows.tolist():
-        ctypes.memset(address, 0, length)
 
 
 def _zero_all(pieces: list[torch.Tensor]) -> None:

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from kvhma.geometry import Geometry, Layer, Page, Region, Span
 from kvhma.geometry import Memory as MemoryKind
+from kvhma.nixl.blocking import clear_host
 from kvhma.tensors.indices import indices_beside
 from kvhma.tensors.storages import Storages
 from kvhma.vllm.device.accelerator import device_of
-from kvhma.vllm.device.memory import zero_host
 from kvhma.vllm.options.staging.slots import SlotRanges, Slots
 
 _ALIGN = 64
@@ -78,7 +78,7 @@ class StagingPool:
 
     def zero(self, rows: NDArray[np.uint64], after: torch.Event | None = None) -> torch.Event | None:
         """See :class:`kvhma.vllm.device.memory.Memory`. Only reads write to slots, so it need not wait for `after`."""
-        zero_host(rows)
+        clear_host(rows)
         return None
 
     def copy_in(
