@@ -24,7 +24,7 @@ PICTURES = {
         __main__
         cli | proxy
         vllm | torch | oracle
-        nixl | tensors | models
+        nixl | tensors | models | replay
         __init__
         costs
         planning | lowlevel | pieces | digests | permute
@@ -51,7 +51,7 @@ PICTURES = {
     """,
     "rust/core/src": """
         lib
-        report
+        report | replay
         request
         pairing | form | lowlevel
         bytes
@@ -61,7 +61,7 @@ PICTURES = {
     """,
     "rust/py/src": """
         lib
-        functions | digest | block_users
+        functions | digest | block_users | replay
         ids
         plan | block_tables
         results | geometry

@@ -484,6 +484,38 @@ def table_lengths(block_tables: Sequence[IdsLike]) -> list[int]:
         RequestError: a table is no list or array of integers.
     """
 
+def prefix_hits(
+    nodes: NDArray[np.int64],
+    ends: NDArray[np.uint32],
+    offsets: NDArray[np.uint64],
+    prompts: NDArray[np.uint32],
+    answers: NDArray[np.uint32],
+    engines: NDArray[np.uint32],
+    groups: Sequence[tuple[str, int, int, int]],
+    pool: int,
+    side: str,
+) -> NDArray[np.uint32]:
+    """Return the tokens that the groups of engines' caches hit, for each request of a trace.
+
+    Args:
+        nodes: int64, the nodes of all prompts, not negative.
+        ends: uint32, the tokens of a prompt up to the end of each node, ascending.
+        offsets: uint64 of shape (n + 1,), where the nodes of a prompt begin.
+        prompts: uint32 of shape (n,), tokens.
+        answers: uint32 of shape (n,), tokens that the engine decodes.
+        engines: uint32 of shape (n,), numbers of engines.
+        groups: for each group what it keeps (``full``, ``window``, ``chunk``, ``state``), the size of a window or
+            chunk, the tokens of a block and its bytes.
+        pool: bytes of an engine's cache.
+        side: ``prefill``, ``one hit`` or ``each group``.
+
+    Returns:
+        uint32 of shape (groups * n,).
+
+    Raises:
+        RequestError: the arrays do not fit.
+    """
+
 def window_blocks(window: int, block_size: int) -> int:
     """Return how many trailing blocks vLLM 0.32 holds of a sliding-window group: ``ceil(window / block_size) + 1``.
 

@@ -247,12 +247,15 @@ class HandOffCost:
             None if speeds.remote is None else (num_tokens - min(remote_held)) / speeds.remote,
         )
 
-    def of_each(self, num_tokens: NDArray[np.int64], cached: int | NDArray[np.int64] = 0) -> Costs:
+    def of_each(
+        self, num_tokens: NDArray[np.int64], cached: int | NDArray[np.int64] = 0, *, link: Link | None = None
+    ) -> Costs:
         """Return the costs of many requests, without their computing times.
 
         Args:
             num_tokens: tokens of each request, of shape (n,).
             cached: as for :meth:`of`: one number, one for each request, or an array of shape (groups, n).
+            link: another link than that of these costs.
 
         Raises:
             RequestError: a number is out of range, or the shapes do not fit.
@@ -270,11 +273,17 @@ class HandOffCost:
         if (wrong := held[(held < 0) | (held > lengths)]).size:
             raise _wrong("cached", int(wrong[0]), "0 to the num_tokens of its request")
         parts = [
-            self._of_part(lengths[at : at + _PART], held[:, at : at + _PART]) for at in range(0, len(lengths), _PART)
+            self._of_part(lengths[at : at + _PART], held[:, at : at + _PART], link or self.link)
+            for at in range(0, len(lengths), _PART)
         ]
-        return Costs(*(np.concatenate(found) for found in zip(*(parts or [self._of_part(lengths, held)]), strict=True)))
+        return Costs(
+            *(
+                np.concatenate(found)
+                for found in zip(*(parts or [self._of_part(lengths, held, self.link)]), strict=True)
+            )
+        )
 
-    def _of_part(self, lengths: NDArray[np.int64], held: NDArray[np.int64]) -> Costs:
+    def _of_part(self, lengths: NDArray[np.int64], held: NDArray[np.int64], link: Link) -> Costs:
         terms = [blocks.terms(lengths, hits) for blocks, hits in zip(self._blocks, held, strict=True)]
         nbytes, descriptors, scattered = np.zeros((3, len(lengths)), np.int64)
         seconds, most_seconds = np.zeros((2, len(lengths)))
@@ -289,9 +298,9 @@ class HandOffCost:
             nbytes += len(members) * rank_bytes
             descriptors += len(members) * rank_descriptors
             scattered += len(members) * (rank_descriptors + breaks)
-            bandwidth_seconds = rank_bytes / self.link.bytes_per_second
+            bandwidth_seconds = rank_bytes / link.bytes_per_second
             for slowest, number in ((seconds, rank_descriptors), (most_seconds, rank_descriptors + breaks)):
-                np.maximum(slowest, self.link.seconds_per_descriptor * number + bandwidth_seconds, out=slowest)
+                np.maximum(slowest, link.seconds_per_descriptor * number + bandwidth_seconds, out=slowest)
         fixed = self._speeds.fixed_seconds
         return Costs(nbytes, descriptors, scattered, fixed + seconds, fixed + most_seconds)
 
@@ -375,7 +384,7 @@ class _Blocks:
         partners = sorted({layer.group for rank in remote for layer in rank.layers if layer.name in names})
         self._partners = [(number, remote[0].groups[number]) for number in partners]
         self._period = lcm(_step(local, index), *(_step(remote, number) for number in partners))
-        sizes = {self.per_entry, *(other.tokens_per_entry for _, other in self._partners)}
+        sizes = {self.per_entry, *(group.tokens_per_entry for _, group in self._partners)}
         # Every boundary of a larger block that a smaller block divides is one of the smaller block's.
         self._sizes = [size for size in sizes if not any(size % smaller == 0 for smaller in sizes - {size})]
         # Where a block may begin within a period.
@@ -389,7 +398,7 @@ class _Blocks:
     def first_token(self, first: int, needed: int, remote_firsts: Sequence[int]) -> int:
         """Return the first token that is read: P may have dropped the beginning of D's first block."""
         start = first * self.per_entry
-        held = max((remote_firsts[number] * other.tokens_per_entry for number, other in self._partners), default=0)
+        held = max((remote_firsts[number] * group.tokens_per_entry for number, group in self._partners), default=0)
         return max(start, min(held, needed))
 
     def term(self, start: int, num_tokens: int) -> _Term:
@@ -409,9 +418,9 @@ class _Blocks:
         if not self.is_state:
             needed = _needed(self._group, lengths)
             first = np.maximum(needed // self.per_entry, hits // self.per_entry) * self.per_entry
-            for _, other in self._partners:
-                size = other.tokens_per_entry
-                start = np.maximum(start, _needed(other, lengths) // size * size)
+            for _, group in self._partners:
+                size = group.tokens_per_entry
+                start = np.maximum(start, _needed(group, lengths) // size * size)
             start = np.maximum(first, np.minimum(start, needed))
         length = lengths - start
         periods = np.zeros_like(length) if self.is_state else np.maximum(length // period - 2, 0)

@@ -108,6 +108,8 @@ def folder(tmp_path):
     (tmp_path / "Nemotron-3-Nano" / "config.json").write_text(json.dumps(NEMOTRON_3_NANO))
     (tmp_path / "case.json").write_text(form("docs/cases.md"))
     (tmp_path / "trace.jsonl").write_text(next(b.text for b in blocks("docs/trace-format.md") if b.language == "text"))
+    row = {"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": list(range(14))}
+    (tmp_path / "requests.jsonl").write_text(json.dumps(row) + "\n")
     (tmp_path / "assets").mkdir()
     for trace in (ROOT / "docs/assets").glob("*.jsonl"):
         shutil.copy(trace, tmp_path / "assets")

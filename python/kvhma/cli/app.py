@@ -21,6 +21,7 @@ from kvhma.cli.export import export
 from kvhma.cli.format import print_json, printable
 from kvhma.cli.models import models_
 from kvhma.cli.plan import plan
+from kvhma.cli.replay import replay_
 from kvhma.cli.serve_pair import serve_pair
 from kvhma.errors import KvhmaError
 
@@ -74,5 +75,5 @@ def _refuse(code: str, text: str, as_json: bool) -> NoReturn:
     raise SystemExit(2) from None
 
 
-for command in (plan, explain, cost_, models_, check, audit, export, bench, doctor, demo, serve_pair):
+for command in (plan, explain, cost_, replay_, models_, check, audit, export, bench, doctor, demo, serve_pair):
     app.add_command(command)

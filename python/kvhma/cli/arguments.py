@@ -36,62 +36,74 @@ def engine_option(name: str, text: str) -> Callable[[F], F]:
     return click.option(name, metavar="KEY=VALUE,…", default="tp=1", callback=parse_engine, help=text)
 
 
+_MODEL_OPTIONS = (
+    engine_option("--prefill", f"The prefill engine (P): {ENGINE_HELP}"),
+    engine_option("--decode", "The decode engine (D): the same keys."),
+    click.option(
+        "--kv-dtype",
+        "--kv-cache-dtype",
+        "kv_dtype",
+        type=Dtype(),
+        help="KV cache of both engines: auto, bf16, fp16, fp32, fp8_e4m3.",
+    ),
+    click.option(
+        "--ssm-dtype",
+        "--mamba-ssm-cache-dtype",
+        "ssm_dtype",
+        type=Dtype(),
+        help="Recurrent state of both engines: the same.",
+    ),
+    click.option(
+        "--layout",
+        type=click.Choice(get_args(Layout)),
+        default="auto",
+        show_default=True,
+        help="Who says what a config.json caches: kvhma's table, vLLM's classes, or vLLM where the table refuses.",
+    ),
+)
+_REQUEST_OPTIONS = (
+    click.option(
+        "--tokens", type=Tokens(), default=8192, show_default=True, help="Tokens of the prompt: 8192, 8k, 8K."
+    ),
+    click.option("--cached", type=Tokens(0), default=0, show_default=True, help="Leading tokens that D has."),
+    click.option(
+        "--pool",
+        type=click.Choice(["fresh", "used"]),
+        default="fresh",
+        show_default=True,
+        help="Block ids that count up, or scattered ones as after many requests.",
+    ),
+    click.option("--seed", type=click.IntRange(0, 2**31), default=0, help="Another seed, another used pool."),
+    click.option("--local", type=FILE, help="In place of MODEL: geometry of the rank that reads."),
+    click.option("--remote", type=FILE, multiple=True, help="With --local: a rank it may read from; repeatable."),
+    click.option(
+        "--descriptor-bytes",
+        type=click.IntRange(0, 2**62),
+        default=DEFAULT_DESCRIPTOR_BYTES,
+        show_default=True,
+        help="Bytes more that a partial last block may move to save one descriptor.",
+    ),
+    click.option(
+        "--max-descriptors",
+        type=click.IntRange(1, 2**62),
+        default=DEFAULT_MAX_DESCRIPTORS,
+        show_default=True,
+        help="Descriptors that one rank may have; 48 bytes each.",
+    ),
+)
+
+
+def model_options(command: F) -> F:
+    """Add MODEL and the options that describe two engines; the command makes :class:`Arguments` of them."""
+    for option in reversed(_MODEL_OPTIONS):
+        command = option(command)
+    return click.argument("model", shell_complete=complete_model)(command)
+
+
 def hand_off_options(command: F) -> F:
     """Add MODEL and the options that describe a hand-off; the command makes :class:`Arguments` of them."""
-    options = (
-        engine_option("--prefill", f"The prefill engine (P): {ENGINE_HELP}"),
-        engine_option("--decode", "The decode engine (D): the same keys."),
-        click.option(
-            "--tokens", type=Tokens(), default=8192, show_default=True, help="Tokens of the prompt: 8192, 8k, 8K."
-        ),
-        click.option("--cached", type=Tokens(0), default=0, show_default=True, help="Leading tokens that D has."),
-        click.option(
-            "--kv-dtype",
-            "--kv-cache-dtype",
-            "kv_dtype",
-            type=Dtype(),
-            help="KV cache of both engines: auto, bf16, fp16, fp32, fp8_e4m3.",
-        ),
-        click.option(
-            "--ssm-dtype",
-            "--mamba-ssm-cache-dtype",
-            "ssm_dtype",
-            type=Dtype(),
-            help="Recurrent state of both engines: the same.",
-        ),
-        click.option(
-            "--layout",
-            type=click.Choice(get_args(Layout)),
-            default="auto",
-            show_default=True,
-            help="Who says what a config.json caches: kvhma's table, vLLM's classes, or vLLM where the table refuses.",
-        ),
-        click.option(
-            "--pool",
-            type=click.Choice(["fresh", "used"]),
-            default="fresh",
-            show_default=True,
-            help="Block ids that count up, or scattered ones as after many requests.",
-        ),
-        click.option("--seed", type=click.IntRange(0, 2**31), default=0, help="Another seed, another used pool."),
-        click.option("--local", type=FILE, help="In place of MODEL: geometry of the rank that reads."),
-        click.option("--remote", type=FILE, multiple=True, help="With --local: a rank it may read from; repeatable."),
-        click.option(
-            "--descriptor-bytes",
-            type=click.IntRange(0, 2**62),
-            default=DEFAULT_DESCRIPTOR_BYTES,
-            show_default=True,
-            help="Bytes more that a partial last block may move to save one descriptor.",
-        ),
-        click.option(
-            "--max-descriptors",
-            type=click.IntRange(1, 2**62),
-            default=DEFAULT_MAX_DESCRIPTORS,
-            show_default=True,
-            help="Descriptors that one rank may have; 48 bytes each.",
-        ),
-    )
-    for option in reversed(options):
+    first, second, *rest = _MODEL_OPTIONS
+    for option in reversed((first, second, *_REQUEST_OPTIONS[:2], *rest, *_REQUEST_OPTIONS[2:])):
         command = option(command)
     return click.argument("model", required=False, shell_complete=complete_model)(command)
 

@@ -16,7 +16,7 @@ from kvhma.cli.link_file import load_link
 from kvhma.cli.values import GroupTokens, Speeds, Tokens
 from kvhma.costs import Cost, Link, cost
 
-_ROOM = 1 << 16
+ROOM = 1 << 16
 """Tokens for which a model's caches have room at least, so that every phase of a length can be counted."""
 _SHOWN = 3
 """Ranges of lengths that are shown at most."""
@@ -53,7 +53,7 @@ def cost_(
     A router calls the same function for each request: kvhma.cost.
     """  # noqa: D301 - click's mark for lines that it must not wrap
     asked = Arguments(**given)
-    hand_off = asked.hand_off(room=_ROOM)
+    hand_off = asked.hand_off(room=ROOM)
     constants = load_link(link)
     costs = cost(
         hand_off.decode,

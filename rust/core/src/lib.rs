@@ -31,6 +31,7 @@ mod geometry;
 mod id_text;
 pub mod lowlevel;
 mod pairing;
+pub mod replay;
 mod report;
 mod request;
 

@@ -16,6 +16,7 @@ mod geometry;
 mod ids;
 mod output;
 mod plan;
+mod replay;
 mod results;
 mod values;
 
@@ -41,6 +42,8 @@ mod _kvhma {
     use super::ids::{DescriptorOrder, clip_blocks, descriptor_ids, expand_blocks};
     #[pymodule_export]
     use super::plan::Plan;
+    #[pymodule_export]
+    use super::replay::prefix_hits;
     #[pymodule_export]
     use super::results::{Finding, Loss, Losses, Read, Transfer};
     #[pymodule_export]

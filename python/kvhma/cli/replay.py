@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kvhma replay``: prints what the requests of a trace would move between engines, and which link they need."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from kvhma.cli.arguments import FILE, Arguments, model_options
+from kvhma.cli.cost import ROOM
+from kvhma.cli.format import Sheet, output_options, print_json, print_sheets, progress
+from kvhma.cli.link_file import load_link
+from kvhma.cli.values import ParamType, Speeds
+from kvhma.costs import DEFAULT_LINK, Link
+from kvhma.replay.report import LINKS, WITHOUT_END, Route, replay
+from kvhma.replay.traces import Trace, read_trace
+
+_RULES = {
+    "whole": "whole prompts",
+    "clipped": "clipped to windows and chunks",
+    "one_hit": "and D's cache, one hit for all groups",
+    "each_group": "and D's cache, a hit of each group",
+}
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+class Bytes(ParamType):
+    """A number of bytes, as 400GB."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d{1,9})([KMGT]B)?", value.strip().upper(), re.ASCII)
+        if not match:
+            self.fail(f"{value!a}: must be bytes, as 400GB", param, ctx)
+        return int(match[1]) * _UNITS[match[2] or ""]
+
+
+class Engines(ParamType):
+    """Numbers of prefill and decode engines, as 4P2D."""
+
+    name = "engines"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        """Return the two numbers."""
+        if isinstance(value, tuple):
+            return value
+        match = re.fullmatch(r"([1-9]\d{0,3})P([1-9]\d{0,3})D", value.strip().upper(), re.ASCII)
+        if not match:
+            self.fail(f"{value!a}: must be numbers of engines, as 4P2D", param, ctx)
+        return int(match[1]), int(match[2])
+
+
+@click.command("replay")
+@click.argument("trace", type=FILE)
+@model_options
+@click.option("--engines", type=Engines(), default="1P1D", show_default=True, help="Numbers of engines: 4P2D.")
+@click.option("--prefill-tokens-per-second", "speeds", type=Speeds(), help="Tokens that P/D compute in a second.")
+@click.option("--link", help="A link to compare: Gb/s, or a file of `kvhma bench link`. Default: 10, 25, 100 and 400.")
+@click.option("--fixed-ms", type=click.FloatRange(0), default=0.0, help="Time of a hand-off besides its reads.")
+@click.option("--prefill-pool", type=Bytes(), help="Cache of a P, all its ranks: 400GB. Default: no end.")
+@click.option("--decode-pool", type=Bytes(), help="The same of a D.")
+@click.option("--route", type=click.Choice(get_args(Route)), default="turns", show_default=True, help="docs/replay.md")
+@output_options
+def replay_(
+    trace: Path,
+    engines: tuple[int, int],
+    speeds: tuple[int, int] | None,
+    link: str | None,
+    fixed_ms: float,
+    prefill_pool: int | None,
+    decode_pool: int | None,
+    route: Route,
+    as_json: bool,
+    quiet: bool,
+    **given: Any,
+) -> None:
+    """Print what the requests of a trace would move, and which link they need.
+
+    TRACE: Mooncake's JSON lines, runs of identities, RAGPulse, or a table of Azure or BurstGPT.
+
+    \b
+    kvhma replay trace.jsonl google/gemma-3-27b-it --prefill tp=2 --decode tp=4 --prefill-tokens-per-second 20k/8k
+    """  # noqa: D301 - click's mark for lines that it must not wrap
+    links = _links(link)
+    hand_off = Arguments(tokens=ROOM, **given).hand_off()
+    with progress(quiet) as bar:
+        task = bar.add_task("reading", total=trace.stat().st_size)
+        requests = read_trace(trace, lambda done: bar.update(task, completed=done))
+    pools = (prefill_pool or WITHOUT_END, decode_pool or WITHOUT_END)
+    found = replay(
+        requests,
+        hand_off.decode,
+        hand_off.prefill,
+        engines=engines,
+        speeds=speeds,
+        pools=pools,
+        route=route,
+        links=links,
+        fixed_seconds=fixed_ms / 1e3,
+    )
+    if as_json:
+        print_json({"kvhma_replay": 1, "model": hand_off.name, "form": requests.form, "notes": requests.notes, **found})
+        return
+    print_sheets(_sheets(requests, hand_off.name, found, links))
+
+
+def _links(given: str | None) -> dict[str, Link]:
+    """Return the links to compare, by name."""
+    if given is not None and not re.fullmatch(r"\d{1,6}(\.\d{1,3})?", given):
+        found = load_link(Path(given))
+        return {found.source: found}
+    rates = [f"{rate}" for rate in LINKS] if given is None else [given]
+    return {f"{rate} Gb/s": Link(DEFAULT_LINK.seconds_per_descriptor, float(rate) * 1e9 / 8) for rate in rates}
+
+
+def _sheets(trace: Trace, name: str, found: Mapping[str, Any], links: Mapping[str, Link]) -> list[Sheet]:
+    lengths = [
+        (what, *(f"{found[field][each]:,.0f}" for each in ("median", "mean", "p99")))
+        for what, field in (("prompt", "prompt_tokens"), ("answer", "answer_tokens"))
+    ]
+    title = f"{trace.form}: {found['requests']:,} requests in {found['seconds']:,.0f} s"
+    sheets = [Sheet(title, "lrrr", ("tokens", "median", "mean", "99 %"), lengths, "\n".join(trace.notes))]
+    rows = []
+    for rule, nbytes in found["bytes"].items():
+        rates = found["gigabits_per_second"][rule]
+        rows.append(
+            (
+                _RULES[rule],
+                f"{nbytes / found['requests'] / 1e6:,.1f} MB",
+                f"{1 - nbytes / found['bytes']['whole']:.1%}",
+                *(f"{rates[field]:,.2f}" if field in rates else "" for field in ("mean", "p99_of_10_s", "p99_of_1_s")),
+            )
+        )
+    columns = ("read by D", "of a request", "saved", "Gb/s", "99 % of 10 s", "99 % of 1 s")
+    caption = (
+        "Gb/s of all engines; a request moves as it arrives. Answers have no identity: later prompts do not hit them."
+    )
+    sheets.append(Sheet(name, "lrrrrr", columns, rows, caption))
+    if "faster_on_d" in found:
+        shares = [
+            (link, f"{each['in_a_row']:.1%}", f"{each['scattered']:.1%}") for link, each in found["faster_on_d"].items()
+        ]
+        caption = "\n".join(
+            sorted({f"{each.seconds_per_descriptor * 1e6:g} µs a descriptor" for each in links.values()})
+        )
+        sheets.append(
+            Sheet(
+                "Requests that D computes as fast as it reads them",
+                "lrr",
+                ("link", "blocks in a row", "scattered"),
+                shares,
+                caption,
+            )
+        )
+        prefill = found["prefill"]
+        rows = [
+            ("seconds that P's compute", f"{prefill['seconds']:,.0f}", f"{prefill['seconds_with_cache']:,.0f}"),
+            (
+                "P's that are busy",
+                *(f"{prefill[field]:,.2f}" if field in prefill else "" for field in ("busy", "busy_with_cache")),
+            ),
+        ]
+        sent = prefill["gigabits_per_second"]
+        caption = (
+            f"A P that computes without a pause sends {sent['median']:,.1f} Gb/s for the median request, and at most "
+            f"{sent['p99']:,.1f} for 99 % of them."
+        )
+        if "decoded_tokens_per_second" in found:
+            caption += f"\nD's decode {found['decoded_tokens_per_second']:,.0f} tokens a second."
+        sheets.append(Sheet("Prefill", "lrr", ("", "without a cache", "with P's cache"), rows, caption))
+    return sheets

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replays a trace against two engines: prefix hits, bytes and the links that they need.
+
+Hits follow vLLM's rules for each kind of group, and requests run one after the other: an engine holds nothing besides
+its cache. Tokens of answers have no identity in a trace, so no later prompt hits them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvhma._kvhma import prefix_hits
+from kvhma.costs import HandOffCost, Link, cost
+from kvhma.geometry import Geometry, Group
+from kvhma.replay.traces import Paths, Trace
+
+Route: TypeAlias = Literal["turns", "session", "hash", "round-robin"]
+"""How requests find an engine; docs/replay.md defines them."""
+
+Side: TypeAlias = Literal["prefill", "one hit", "each group"]
+"""Who fills a cache and how its hits are chosen: P computes; all groups of D hit the same, or each its own."""
+
+LINKS = (10, 25, 100, 400)
+"""Gb/s of the links that are compared."""
+_WINDOWS = (1, 10)
+"""Seconds over which a rate is taken."""
+WITHOUT_END = (1 << 64) - 1
+"""Bytes of a cache that evicts nothing."""
+
+
+def engines_of(trace: Trace, route: Route, number: int) -> NDArray[np.uint32]:
+    """Return the number of the engine of each request.
+
+    Args:
+        trace: the requests.
+        route: ``round-robin`` takes turns. ``session`` gives an engine all requests of a session, ``hash`` all with the
+            same first node. ``turns`` gives it those that continue one of its prompts, and others in turn.
+        number: of engines.
+
+    Returns:
+        uint32 of shape (n,).
+    """
+    in_turn = np.arange(len(trace)) % number
+    if number == 1 or route == "round-robin":
+        return in_turn.astype(np.uint32)
+    if route == "session" and trace.sessions is not None:
+        return (trace.sessions % number).astype(np.uint32)
+    paths = trace.paths
+    if paths is None:
+        return in_turn.astype(np.uint32)
+    nodes, _, offsets = paths
+    if route == "hash":
+        has_nodes = np.diff(offsets.astype(np.int64)) > 0
+        first = np.zeros(len(trace), np.int64)
+        first[has_nodes] = nodes[offsets[:-1][has_nodes].astype(np.int64)]
+        _, found = np.unique(first, return_inverse=True)
+        return np.asarray(found % number).astype(np.uint32)
+    return _turns(paths, number)
+
+
+def _turns(paths: Paths, number: int) -> NDArray[np.uint32]:
+    bounds = paths.offsets.tolist()
+    last: dict[int, int] = {}
+    """The engine of the last prompt that ended with a node, or with a part of the node after it."""
+    found, fresh = np.zeros(len(bounds) - 1, np.uint32), 0
+    for request in range(len(found)):
+        path = paths.nodes[bounds[request] : bounds[request + 1]].tolist()
+        engine = next((last[node] for node in reversed(path) if node in last), None)
+        if engine is None:
+            engine, fresh = fresh % number, fresh + 1
+        found[request] = engine
+        last.update(dict.fromkeys(path[-2:], engine))
+    return found
+
+
+def hits_of(
+    trace: Trace, ranks: Sequence[Geometry], side: Side, engines: NDArray[np.uint32], pool: int = WITHOUT_END
+) -> NDArray[np.int64]:
+    """Return the leading tokens that engines have cached when each request comes.
+
+    Args:
+        trace: the requests.
+        ranks: of one of the engines, which are alike.
+        side: who fills the cache.
+        engines: number of the engine of each request.
+        pool: bytes of an engine's cache, of all its ranks.
+
+    Returns:
+        int64 of shape (groups, n); zeros if the trace has no identities.
+    """
+    groups = ranks[0].groups
+    if trace.paths is None:
+        return np.zeros((len(groups), len(trace)), np.int64)
+    # Groups that keep the same tokens in equal blocks have the same hits.
+    alike: dict[tuple[str, int, int], int] = {}
+    for rank in ranks:
+        for layer in rank.layers:
+            form = _form(groups[layer.group])
+            alike[form] = alike.get(form, 0) + layer.block_stride
+    answers = trace.answers if side != "prefill" else np.ones(len(trace))
+    found = prefix_hits(
+        *trace.paths,
+        trace.prompts.astype(np.uint32),
+        answers.astype(np.uint32),
+        engines,
+        [(*form, nbytes) for form, nbytes in alike.items()],
+        pool,
+        side,
+    )
+    rows = dict(zip(alike, found.reshape(len(alike), len(trace)).astype(np.int64), strict=True))
+    return np.array([rows.get(_form(group), np.zeros(len(trace), np.int64)) for group in groups])
+
+
+def _form(group: Group) -> tuple[str, int, int]:
+    """Return what a group keeps, the size of its window or chunk, and the tokens of its blocks."""
+    kept = ("window", group.window) if group.window else ("chunk", group.chunk) if group.chunk else ("full", 0)
+    return (*(("state", 0) if group.kind == "ssm" else (kept[0], kept[1] or 0)), group.tokens_per_entry)
+
+
+def _whole(group: Group) -> Group:
+    return replace(group, kind="full", window=None, chunk=None) if group.window or group.chunk else group
+
+
+def without_clipping(ranks: Sequence[Geometry]) -> list[Geometry]:
+    """Return engines whose windows and chunks are full attention, to count whole prompts."""
+    return [replace(rank, groups=tuple(map(_whole, rank.groups))) for rank in ranks]
+
+
+def replay(
+    trace: Trace,
+    decode: Sequence[Geometry],
+    prefill: Sequence[Geometry],
+    *,
+    engines: tuple[int, int] = (1, 1),
+    speeds: tuple[float, float] | None = None,
+    pools: tuple[int, int] = (WITHOUT_END, WITHOUT_END),
+    route: Route = "turns",
+    links: Mapping[str, Link],
+    fixed_seconds: float = 0.0,
+) -> dict[str, Any]:
+    """Replay a trace.
+
+    Args:
+        trace: the requests.
+        decode: ranks of a decode engine.
+        prefill: ranks of a prefill engine.
+        engines: numbers of prefill and of decode engines.
+        speeds: tokens that P and D compute in a second; None to leave out what needs them.
+        pools: bytes of the cache of a prefill and of a decode engine.
+        route: how requests find a decode engine, and a prefill engine.
+        links: links to compare, by name.
+        fixed_seconds: time of a hand-off besides its reads.
+
+    Returns:
+        Plain numbers: lengths in tokens, bytes, Gb/s, seconds and shares. docs/replay.md has the fields.
+    """
+    costs = cost(decode, prefill, fixed_seconds=fixed_seconds)
+    at_p, at_d = (engines_of(trace, route, number) for number in engines)
+    priced = {"whole": cost(without_clipping(decode), without_clipping(prefill)).of_each(trace.prompts)}
+    priced["clipped"] = costs.of_each(trace.prompts)
+    if trace.paths is not None:
+        sides: tuple[tuple[str, Side], ...] = (("one_hit", "one hit"), ("each_group", "each group"))
+        for name, side in sides:
+            priced[name] = costs.of_each(trace.prompts, hits_of(trace, decode, side, at_d, pools[1]))
+    span = float(trace.seconds[-1]) if len(trace) else 0.0
+    found: dict[str, Any] = {
+        "requests": len(trace),
+        "seconds": span,
+        "prompt_tokens": _lengths(trace.prompts),
+        "answer_tokens": _lengths(trace.answers),
+        "bytes": {name: int(each.bytes.sum()) for name, each in priced.items()},
+        "gigabits_per_second": {name: _rates(trace.seconds, each.bytes) for name, each in priced.items()},
+    }
+    if span:
+        found["decoded_tokens_per_second"] = float(trace.answers.sum()) / span
+    if speeds is None:
+        return found
+    computed = trace.prompts / speeds[0]
+    missing = (trace.prompts - hits_of(trace, prefill, "prefill", at_p, pools[0]).min(axis=0)) / speeds[0]
+    found["prefill"] = {"seconds": float(computed.sum()), "seconds_with_cache": float(missing.sum())}
+    if span:
+        found["prefill"] |= {"busy": float(computed.sum()) / span, "busy_with_cache": float(missing.sum()) / span}
+    sent = priced["clipped"].bytes * 8e-9 / computed
+    found["prefill"]["gigabits_per_second"] = {"median": float(np.median(sent)), "p99": float(np.percentile(sent, 99))}
+    found["faster_on_d"] = {name: _faster(costs, trace, link, speeds[1]) for name, link in links.items()}
+    return found
+
+
+def _lengths(tokens: NDArray[np.int64]) -> dict[str, float]:
+    return {"median": float(np.median(tokens)), "mean": float(tokens.mean()), "p99": float(np.percentile(tokens, 99))}
+
+
+def _rates(seconds: NDArray[np.float64], nbytes: NDArray[np.int64]) -> dict[str, float]:
+    """Return the mean rate, and the rates that 99 % of the windows do not exceed. Each request moves as it arrives."""
+    found = {}
+    if span := float(seconds[-1]):
+        found["mean"] = float(nbytes.sum()) * 8e-9 / span
+    for window in _WINDOWS:
+        sums = np.bincount((seconds // window).astype(np.int64), weights=nbytes)
+        found[f"p99_of_{window}_s"] = float(np.percentile(sums, 99)) * 8e-9 / window
+    return found
+
+
+def _faster(costs: HandOffCost, trace: Trace, link: Link, speed: float) -> dict[str, float]:
+    """Return the shares of requests that D computes at least as fast as it reads them, without a hit."""
+    found = costs.of_each(trace.prompts, link=link)
+    limit = trace.prompts / speed
+    return {
+        "in_a_row": float((found.seconds >= limit).mean()),
+        "scattered": float((found.most_seconds >= limit).mean()),
+    }
