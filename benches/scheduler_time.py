@@ -76,7 +76,7 @@ PARTS: dict[str, tuple[Any, Sequence[str]]] = {
     "P: which blocks, and whether its windows are all there": (PrefillScheduler, ["_spans_to_hand_off"]),
     "P and D: digest of the prompt, or queuing it for the thread": (PromptDigests, ["begin_digest", "take_digest"]),
     "P: parameters written and signed": (PrefillParams, ["to_params"]),
-    "P: its blocks held, and freed": (prefill, ["hold_blocks", "free_blocks"]),
+    "P: its blocks held": (prefill, ["hold_blocks"]),
     "P: lease, and its blocks counted": (LeaseTable, ["hold"]),
     "P: leases that have ended": (LeaseTable, ["drain_ended"]),
     "D: parameters read, bounded and verified": (PrefillParams, ["from_params"]),

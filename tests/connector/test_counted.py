@@ -24,8 +24,8 @@ from kvhma.vllm.loads import decode
 from support.engines.engine import free_port
 
 PACKAGE = str(Path(kvhma.__file__).parent)
-DIFFERENT = {"P": 85, "D": 110}
-CALLS = {"P": 109, "D": 187}
+DIFFERENT = {"P": 79, "D": 107}
+CALLS = {"P": 103, "D": 183}
 IDLE_CALLS = 4
 """Most functions of kvhma, and calls of them: of a request of 1,000 tokens without windows, and of an idle step."""
 

@@ -14,9 +14,9 @@ pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason=
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-from kvhma.vllm.internals import may_take_blocks
+from kvhma.vllm.internals import find_take_check
 from support.cache.engine import Engine, EngineShape
-from support.cache.labels import GroupShape
+from support.cache.labels import GroupShape, Text
 
 REMOTE = {"do_remote_decode": True}
 GROUPS = (GroupShape("0.full", "full", 4), GroupShape("1.sliding", "sliding", 4, 5))
@@ -29,6 +29,10 @@ def engine(role="kv_producer", *, overlapped=False, groups=GROUPS):
 
 def prefill(p, name="r", length=21):
     p.add(name, [1] * length, 1, dict(REMOTE))
+    finish(p, name)
+
+
+def finish(p, name):
     for _ in range(20):
         if name in p.finished:
             return
@@ -43,6 +47,16 @@ def free_all(p):
         p.step()
 
 
+def watch_touches(p, monkeypatch):
+    touched = []
+    monkeypatch.setattr(p.pool, "touch", lambda blocks, touch=p.pool.touch: touched.extend(blocks) or touch(blocks))
+    return touched
+
+
+def id_of(block):
+    return block.block_id
+
+
 def references(p):
     return [block.ref_cnt for block in p.pool.blocks[1:] if block.ref_cnt]
 
@@ -52,21 +66,45 @@ def references(p):
 @pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
 def test_each_block_of_a_held_request_has_one_reference(role, overlapped, groups, monkeypatch):
     p = engine(role, overlapped=overlapped, groups=groups)
-    touched = []
-    monkeypatch.setattr(p.pool, "touch", lambda blocks, touch=p.pool.touch: touched.extend(blocks) or touch(blocks))
+    touched = watch_touches(p, monkeypatch)
     free = p.pool.get_num_free_blocks()
     prefill(p)
     for _ in range(3):
         p.step()
     (held,) = p.kvhma.context.leases._held.values()
-    assert references(p) == [1] * len(held.blocks)
-    assert p.pool.get_num_free_blocks() == free - len(held.blocks)
-    # A consumer's step in flight may still write: vLLM itself frees such blocks later.
-    takes_blocks = not overlapped or role == "kv_producer"
-    assert p.kvhma.context.takes_blocks is takes_blocks
-    assert bool(touched) is not takes_blocks
+    assert references(p) == [1] * len(held.ids)
+    assert p.pool.get_num_free_blocks() == free - len(held.ids)
+    assert {block.block_id for block in held.blocks if not block.is_null} == set(held.ids.tolist())
+    assert not touched, "vLLM computes one token of it, so no step in flight writes to it"
     free_all(p)
     assert (references(p), p.pool.get_num_free_blocks()) == ([], free)
+
+
+def test_blocks_that_a_step_in_flight_may_write_are_not_taken(monkeypatch):
+    p = engine("kv_both", overlapped=True, groups=GROUPS[:1])
+    touched = watch_touches(p, monkeypatch)
+    free = p.pool.get_num_free_blocks()
+    p.add("r", [1] * 21, 8, dict(REMOTE), stop=Text([1] * 20).hashes[-1] % 3)  # the first token ends it
+    request = p.scheduler.requests["r"]
+    finish(p, "r")
+    (held,) = p.kvhma.context.leases._held.values()
+    assert request.last_sched_seq > p.scheduler.processed_step_seq, "a step in flight computes its second token"
+    assert list(touched) == list(held.blocks)
+    free_all(p)
+    assert (references(p), p.pool.get_num_free_blocks()) == ([], free)
+
+
+def test_blocks_are_freed_as_vllm_frees_them(monkeypatch):
+    p, plain = engine(groups=GROUPS[:1]), engine(groups=GROUPS[:1])
+    freed = {}
+    for each in (p, plain):
+        freed[each] = []
+        monkeypatch.setattr(each.pool, "free_blocks", lambda blocks, to=freed[each]: to.append([*map(id_of, blocks)]))
+    prefill(p)
+    free_all(p)
+    plain.add("r", [1] * 21, 1)
+    finish(plain, "r")
+    assert [ids for ids in freed[p] if ids] == [ids for ids in freed[plain] if ids]
 
 
 def test_requests_with_the_same_prompt_share_blocks():
@@ -82,7 +120,7 @@ def test_requests_with_the_same_prompt_share_blocks():
 def test_a_version_without_the_call_takes_references(monkeypatch):
     monkeypatch.delattr(KVCacheManager, "pop_blocks_for_free")
     p = engine()
-    assert not p.kvhma.context.takes_blocks
+    assert p.kvhma.context.may_take is None
     free = p.pool.get_num_free_blocks()
     prefill(p)
     assert set(references(p)) == {1}
@@ -93,18 +131,23 @@ def test_a_version_without_the_call_takes_references(monkeypatch):
 class Binding:
     """Binds a manager as vLLM's scheduler does."""
 
-    def __init__(self, connector, *, defer_block_free=False):
-        self.connector, self.defer_block_free = connector, defer_block_free
+    def __init__(self, connector):
+        self.connector = connector
 
     def bind(self, manager):
         self.connector.bind_kv_cache_manager(manager)
+
+
+class BindingWithCheck(Binding):
+    def _request_blocks_can_be_freed(self, request):
+        return True
 
 
 class Child:
     """A connector that asks as kvhma's does."""
 
     def bind_kv_cache_manager(self, manager):
-        self.may_take = may_take_blocks(manager, self)
+        self.may_take = find_take_check(manager, self)
 
 
 def test_another_connector_or_pool_may_need_the_blocks():
@@ -112,15 +155,16 @@ def test_another_connector_or_pool_may_need_the_blocks():
     coordinator = SimpleNamespace(single_type_managers=[SimpleNamespace(block_pool=pool)])
     manager = SimpleNamespace(coordinator=coordinator, block_pool=pool, pop_blocks_for_free=list)
     child = Child()
+    scheduler = BindingWithCheck(child)
+    scheduler.bind(manager)
+    assert child.may_take == scheduler._request_blocks_can_be_freed
     Binding(child).bind(manager)
-    assert child.may_take
-    Binding(child, defer_block_free=True).bind(manager)
-    assert not child.may_take, "a step in flight may still write"
+    assert child.may_take is None, "a step in flight may still write"
     several = MultiConnector.__new__(MultiConnector)
     several._connectors = [child]
-    Binding(several).bind(manager)
-    assert not child.may_take, "another connector may still read"
+    BindingWithCheck(several).bind(manager)
+    assert child.may_take is None, "another connector may still read"
     coordinator.single_type_managers.append(SimpleNamespace(block_pool=object()))
-    Binding(child).bind(manager)
-    assert not child.may_take, "ids are of one pool"
-    assert not may_take_blocks(manager, None)
+    scheduler.bind(manager)
+    assert child.may_take is None, "ids are of one pool"
+    assert find_take_check(manager, None) is None

@@ -275,8 +275,8 @@ def test_what_is_kept_adds_up_whatever_happens(table, clock):
         else:
             seen += sum(map(len, table.drain_ended().values()))
         held = table._held.values()
-        assert table.usage().blocks == len({block for one in held for block in one.blocks.tolist()})
-        assert table._without_reader.used == len({b for one in held if not one.readers for b in one.blocks.tolist()})
+        assert table.usage().blocks == len({block for one in held for block in one.ids.tolist()})
+        assert table._without_reader.used == len({b for one in held if not one.readers for b in one.ids.tolist()})
         assert table._without_reader.used <= 60 + 11 or what >= 0.3
     seen += sum(map(len, table.drain_ended().values()))
     assert seen + len(table) == len(keys), "each request ends once"

@@ -75,7 +75,7 @@ class Engine:
         """Parameters of a request whose blocks P holds."""
         key = LeaseKey(name, random_id())
         scheduler = self.scheduler._scheduler
-        self.leases.hold(key, DIGEST, hold_blocks(scheduler.context.manager, None, [blocks], 0))
+        self.leases.hold(key, DIGEST, *hold_blocks(scheduler.context.manager, None, [blocks], 0))
         found = params(self.address, key, blocks, instance=scheduler.prefill._incarnation_id)
         return found._replace(engine_id=self.scheduler._engine_id, num_tokens=TOKENS * len(blocks))
 

@@ -200,28 +200,20 @@ def hit_each_group(manager: KVCacheManager, tokens_to_load: Callable[[Request], 
 # --- Missing: a connector holds blocks without a step of the engine ----------------------------------------------
 
 
-def may_take_blocks(manager: KVCacheManager, connector: object) -> bool:
-    """Return whether only kvhma and vLLM's manager decide when the blocks of a request that ends are free.
+def find_take_check(manager: KVCacheManager, connector: object) -> Callable[[Request], bool] | None:
+    """Return vLLM's own check of whether the blocks of a request that ends may be free at once.
 
-    Call it while vLLM's scheduler binds the manager. Not so if a step in flight may still write the blocks
-    (`defer_block_free`), or if another connector may need them (a child of MultiConnector). Then kvhma takes an extra
-    reference on each block, as it does if this vLLM has no such call, or blocks in several pools.
+    It denies that while a step in flight may still write them. Then kvhma takes an extra reference on each block. If
+    this returns None, kvhma does so for all requests: another connector may need the blocks (a child of
+    MultiConnector), or this vLLM has several pools or lacks a call. Call it while vLLM's scheduler binds the manager.
     """
     for variables in caller_variables():
         scheduler = variables.get("self")
         if connector is not None and getattr(scheduler, "connector", None) is connector:
             pools = {single.block_pool for single in manager.coordinator.single_type_managers}
-            is_alone = not getattr(scheduler, "defer_block_free", True) and pools == {manager.block_pool}
-            return is_alone and hasattr(manager, "pop_blocks_for_free")
-    return False
-
-
-def take_blocks(manager: KVCacheManager, request: Request) -> list[int]:
-    """Take the blocks of a request that ends, with its references; return their ids.
-
-    vLLM frees the blocks of the request right after, and finds none.
-    """
-    return [block.block_id for block in manager.pop_blocks_for_free(request) if not block.is_null]
+            is_alone = pools == {manager.block_pool} and hasattr(manager, "pop_blocks_for_free")
+            return getattr(scheduler, "_request_blocks_can_be_freed", None) if is_alone else None
+    return None
 
 
 # --- Missing: a connector says how many tokens of a prompt the engine computes ------------------------------------

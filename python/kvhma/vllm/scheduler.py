@@ -18,8 +18,8 @@ from kvhma.vllm.holds.scheduler_context import SchedulerContext
 from kvhma.vllm.internals import (
     check_manager,
     drop_params,
+    find_take_check,
     hit_each_group,
-    may_take_blocks,
     observe_adapters,
     reset_connector_first,
 )
@@ -91,7 +91,7 @@ class KvhmaScheduler:
         reset_connector_first(manager, self.reset_cache)
         observe_adapters(self.context.prompts.adapters.identify)
         self.context.manager = manager
-        self.context.takes_blocks = may_take_blocks(manager, connector)
+        self.context.may_take = find_take_check(manager, connector)
         self.context.partial_hits = has_partial_hits(manager)
         # The null block is never held.
         blocks = manager.block_pool.num_gpu_blocks - 1

@@ -7,17 +7,13 @@ sent, and vLLM steps without a pause until then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvhma._kvhma import join_tables
-from kvhma.vllm.holds.lease_table import Blocks
-from kvhma.vllm.internals import take_blocks
+from kvhma.vllm.holds.lease_table import Blocks, Ids
 
 if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
@@ -27,21 +23,17 @@ def hold_blocks(
     request: Request,
     tables: Sequence[Sequence[int]],
     null_block: int | None,
-    *,
-    takes_blocks: bool = False,
-) -> Blocks:
-    """Hold the blocks of a request that ends, of all its groups; return their ids, each once.
+    may_take: Callable[[Request], bool] | None = None,
+) -> tuple[Ids, Blocks]:
+    """Hold the blocks of a request that ends, of all its groups; return them as :meth:`LeaseTable.hold` takes them.
 
-    With `takes_blocks` the references of the request become those of kvhma, see
-    :func:`kvhma.vllm.internals.may_take_blocks`.
+    If `may_take` of :func:`kvhma.vllm.internals.find_take_check` allows it, the references of the request become those
+    of kvhma. vLLM frees the blocks of the request right after, and finds none.
     """
-    if takes_blocks:
-        return np.array(take_blocks(manager, request), np.int64)
-    pool, blocks = manager.block_pool, join_tables(tables, null_block)
-    pool.touch(list(map(pool.blocks.__getitem__, blocks.tolist())))
-    return blocks
-
-
-def free_blocks(pool: BlockPool, blocks: Blocks) -> None:
-    """Free held blocks. As vLLM does with its own requests, it frees the last block first."""
-    pool.free_blocks(map(pool.blocks.__getitem__, reversed(blocks.tolist())))
+    ids = join_tables(tables, null_block)
+    if may_take is not None and may_take(request):
+        return ids, manager.pop_blocks_for_free(request)
+    pool = manager.block_pool
+    blocks = list(map(pool.blocks.__getitem__, ids.tolist()))
+    pool.touch(blocks)
+    return ids, blocks

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,9 @@ from kvhma.vllm.holds.lease_boards import LeaseBoards
 from kvhma.vllm.wire.lease_board import mark_of
 from kvhma.vllm.wire.messages import MAX_CONTENTS_BYTES, LeaseState, Outcome
 from kvhma.vllm.wire.params import LeaseClaim, LeaseKey
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 MAX_READERS = 64
 """Readers that a request may have at a time; a prompt has perhaps ten samples."""
@@ -38,7 +41,8 @@ OVERDUE_SECONDS = 1.0
 P itself may be late: renewals stay unread while its process is stopped or gets no processor time.
 """
 
-Blocks: TypeAlias = NDArray[np.int64]
+Ids: TypeAlias = NDArray[np.int64]
+Blocks: TypeAlias = "Sequence[KVCacheBlock]"
 
 
 class LeaseEnd(enum.Enum):
@@ -95,7 +99,8 @@ class _Held:
 
     Attributes:
         digest: of the parameters that name it.
-        blocks: ids of its blocks, each once, as in vLLM's tables.
+        ids: of its blocks, each once.
+        blocks: vLLM's.
         since: when it finished.
         expires: when its lease ends.
         is_expendable: whether it may be evicted at any time.
@@ -109,6 +114,7 @@ class _Held:
     """
 
     digest: bytes
+    ids: Ids
     blocks: Blocks
     since: float
     expires: float
@@ -193,7 +199,8 @@ class LeaseTable:
         self,
         key: LeaseKey,
         digest: bytes,
-        blocks: Sequence[int] | Blocks,
+        ids: Sequence[int] | Ids,
+        blocks: Blocks = (),
         *,
         expendable_seconds: float | None = None,
     ) -> None:
@@ -202,19 +209,21 @@ class LeaseTable:
         Args:
             key: of its lease, with a new generation.
             digest: of the parameters that P returns for it.
-            blocks: ids of the blocks that P holds for it, each once, in any order.
+            ids: of the blocks that P holds for it, each once, in any order. They count a block once that several
+                requests hold.
+            blocks: vLLM's objects of these, which :meth:`drain_ended` returns in the same order.
             expendable_seconds: how long to hold an expendable request unless it is claimed; None for any other, which
                 P holds for one lease.
         """
         now = time.monotonic()
         seconds = self._lease if expendable_seconds is None else expendable_seconds
-        held = _Held(digest, np.asarray(blocks, np.int64), now, now + seconds, expendable_seconds is not None)
+        held = _Held(digest, np.asarray(ids, np.int64), blocks, now, now + seconds, expendable_seconds is not None)
         mark = mark_of(key, digest)
         with self._lock:
             held.place = self._boards.show_mark(mark)
             self._held[key] = held
-            self._without_reader.add(held.blocks)
-            self._held_blocks.add(held.blocks)
+            self._without_reader.add(held.ids)
+            self._held_blocks.add(held.ids)
             self._evict_oldest(spared=key)
 
     def _evict_oldest(self, spared: LeaseKey) -> None:
@@ -224,7 +233,7 @@ class LeaseTable:
         unread = [(key, held) for key, held in self._held.items() if not held.readers and key != spared]
         unread.sort(key=lambda item: not item[1].is_expendable)
         for key, held in unread:
-            if self._without_reader.has_own(held.blocks):  # otherwise newer requests hold the same blocks
+            if self._without_reader.has_own(held.ids):  # otherwise newer requests hold the same blocks
                 self._end_lease(key, LeaseEnd.EVICTED)
             if self._without_reader.used <= bound:
                 return
@@ -252,7 +261,7 @@ class LeaseTable:
         state, held = self._find_claimed(claim, now)
         if held is not None:
             if not held.readers:
-                self._without_reader.remove(held.blocks)
+                self._without_reader.remove(held.ids)
             held.readers[claim.reader] = now + self._lease
             held.expires = max(held.expires, now + self._lease)
         return state
@@ -282,7 +291,7 @@ class LeaseTable:
             for known in [known for known, until in held.readers.items() if until <= now]:
                 del held.readers[known]
             if not held.readers:
-                self._without_reader.add(held.blocks)
+                self._without_reader.add(held.ids)
         return reader in held.readers or len(held.readers) < MAX_READERS
 
     def check_and_release(self, claims: Sequence[LeaseClaim], outcomes: Sequence[Outcome]) -> list[LeaseState]:
@@ -335,7 +344,7 @@ class LeaseTable:
 
     def _release_reader(self, held: _Held, claim: LeaseClaim, outcome: Outcome, now: float) -> None:
         if held.readers.pop(claim.reader, None) is not None and not held.readers:
-            self._without_reader.add(held.blocks)
+            self._without_reader.add(held.ids)
         if outcome is not Outcome.UNREAD:
             held.read = True
         if outcome is Outcome.READ_SHARED:
@@ -348,9 +357,9 @@ class LeaseTable:
     def _end_lease(self, key: LeaseKey, why: LeaseEnd) -> None:
         held = self._held[key]
         self._boards.hide_mark(held.place)  # before `drain_ended` can return it, and its blocks are freed
-        self._held_blocks.remove(held.blocks)
+        self._held_blocks.remove(held.ids)
         if not held.readers:
-            self._without_reader.remove(held.blocks)
+            self._without_reader.remove(held.ids)
         why = LeaseEnd.READ if held.read else why
         self._ended.setdefault(why, []).append(EndedLease(key, held.blocks, held.is_expendable))
         del self._held[key]  # last: if it were in neither table, `is_empty` could let the engine sleep

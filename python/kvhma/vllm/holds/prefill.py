@@ -12,7 +12,7 @@ from kvhma._kvhma import first_entries
 from kvhma.errors import KvhmaError
 from kvhma.geometry import Geometry, Span
 from kvhma.planning import live_spans
-from kvhma.vllm.holds.held_blocks import free_blocks, hold_blocks
+from kvhma.vllm.holds.held_blocks import hold_blocks
 from kvhma.vllm.holds.lease_boards import LeaseBoards
 from kvhma.vllm.holds.lease_table import EndedLease, LeaseEnd
 from kvhma.vllm.holds.scheduler_context import SchedulerContext
@@ -168,7 +168,7 @@ class PrefillScheduler:
             for on_lease_ended in self._context.rooms.on_lease_ended:
                 on_lease_ended(key)
             if manager is not None:
-                free_blocks(manager.block_pool, blocks)
+                manager.block_pool.free_blocks(reversed(blocks))  # as vLLM does: the last block first
 
     def on_request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """Hold the blocks of a request that has ended, if a decode engine will read them.
@@ -189,8 +189,8 @@ class PrefillScheduler:
             return None
         params, digest = remote.to_params(self._context.secrets, dcp_size=self._context.engine.dcp_size)
         # All blocks of the request, also of groups that are not transferred.
-        blocks = hold_blocks(manager, request, tables, geometry.null_block, takes_blocks=self._context.takes_blocks)
-        self._context.leases.hold(remote.lease_key, digest, blocks)
+        held = hold_blocks(manager, request, tables, geometry.null_block, self._context.may_take)
+        self._context.leases.hold(remote.lease_key, digest, *held)
         for on_request_held in self._context.rooms.on_request_held:
             on_request_held(request.request_id, params, LeaseClaim(remote.lease_key, 0, digest))
         return params

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from kvhma.vllm.wire.secrets import Secrets
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.request import Request
 
 
 @dataclass
@@ -35,7 +36,7 @@ class SchedulerContext:
         stats: counters of this process.
         geometry: caches of the first worker; None until the workers have registered them.
         manager: vLLM's block manager; None until vLLM has bound it.
-        takes_blocks: whether kvhma takes the blocks of a request that ends from the manager.
+        may_take: whether kvhma may take the blocks of a request that ends from the manager; None if of no request.
         partial_hits: whether a hit of its prefix cache may end inside a block.
         sources: the engines that requests may be loaded from.
         prompts: digests of prompts.
@@ -50,7 +51,7 @@ class SchedulerContext:
     stats: StatsCollector
     geometry: Geometry | None = None
     manager: KVCacheManager | None = None
-    takes_blocks: bool = False
+    may_take: Callable[[Request], bool] | None = None
     partial_hits: bool = False
     sources: AllowedSources = field(init=False)
     prompts: PromptDigests = field(init=False)

@@ -22,7 +22,7 @@ from kvhma.geometry import Geometry, Span
 from kvhma.planning import live_spans
 from kvhma.vllm.holds.engine_loop import STEPS_UNDER_WAY
 from kvhma.vllm.holds.held_blocks import hold_blocks
-from kvhma.vllm.holds.lease_table import Blocks, LeaseEnd
+from kvhma.vllm.holds.lease_table import Blocks, Ids, LeaseEnd
 from kvhma.vllm.holds.prefill import FINISHED_WELL
 from kvhma.vllm.holds.scheduler_context import SchedulerContext
 from kvhma.vllm.options.doors import SchedulerDoor
@@ -52,13 +52,13 @@ class _SettlingTurn:
     Attributes:
         key: of its lease.
         digest: of its parameters.
-        blocks: that D holds for it.
+        held: its blocks, of :func:`kvhma.vllm.holds.held_blocks.hold_blocks`.
         step: number of the last step that was built when the answer ended.
     """
 
     key: LeaseKey
     digest: bytes
-    blocks: Blocks
+    held: tuple[Ids, Blocks]
     step: int
 
 
@@ -131,11 +131,11 @@ class Room(SchedulerDoor):
             return None
         engine = self._context.engine
         params, digest = remote.to_params(self._context.secrets, next_turn=True)
-        blocks = hold_blocks(manager, request, tables, geometry.null_block, takes_blocks=self._context.takes_blocks)
+        held = hold_blocks(manager, request, tables, geometry.null_block, self._context.may_take)
         if engine.has_state and _in_flight(request):
-            self._settling.append(_SettlingTurn(remote.lease_key, digest, blocks, self._steps))
+            self._settling.append(_SettlingTurn(remote.lease_key, digest, held, self._steps))
         else:
-            self._hold(remote.lease_key, digest, blocks)
+            self._hold(remote.lease_key, digest, held)
         return params
 
     def _describe(
@@ -154,9 +154,9 @@ class Room(SchedulerDoor):
         prefixes = tuple(map(Prefix, counts[:-1], digests))
         return self._prefill.describe_request(request, tokens, spans)._replace(prefixes=prefixes)
 
-    def _hold(self, key: LeaseKey, digest: bytes, blocks: Blocks) -> None:
+    def _hold(self, key: LeaseKey, digest: bytes, held: tuple[Ids, Blocks]) -> None:
         seconds = self._context.settings.decoder_kv_blocks_ttl
-        self._context.leases.hold(key, digest, blocks, expendable_seconds=seconds)
+        self._context.leases.hold(key, digest, *held, expendable_seconds=seconds)
 
     def _tokens_written(self, request: Request) -> int:
         """Return for how many first tokens of a request its caches are right; 0 if that is not known.
@@ -224,7 +224,7 @@ class Room(SchedulerDoor):
     def reset_cache(self) -> None:
         """Hold every turn that may still be written to: its lease ends with all others, and no engine reads it."""
         for turn in self._settling:
-            self._hold(turn.key, turn.digest, turn.blocks)
+            self._hold(turn.key, turn.digest, turn.held)
         self._settling.clear()
 
     def on_step(self, output: SchedulerOutput, metadata: StepMetadata) -> bool:
@@ -262,12 +262,12 @@ class Room(SchedulerDoor):
         manager = self._context.manager
         if manager is None or blocks <= 0:
             return False
-        turns, pool = self._context.leases.expendable(), manager.block_pool.blocks
+        turns = self._context.leases.expendable()
         for key, held in turns:
             if blocks <= 0:
                 break
             self._context.leases.evict(key)
-            blocks -= sum(pool[block].ref_cnt == 1 for block in held.tolist())
+            blocks -= sum(block.ref_cnt == 1 and not block.is_null for block in held)
         return bool(turns)
 
     def _blocks_lacking(self, request: Request) -> int:
@@ -285,7 +285,7 @@ class Room(SchedulerDoor):
         waiting = []
         for turn in self._settling:
             if self._steps - turn.step >= STEPS_UNDER_WAY:
-                self._hold(turn.key, turn.digest, turn.blocks)
+                self._hold(turn.key, turn.digest, turn.held)
             else:
                 waiting.append(turn)
         self._settling = waiting
