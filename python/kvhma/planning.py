@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvhma._kvhma import Plan, first_entries, leading_nulls, table_lengths
 from kvhma.errors import RequestError
-from kvhma.geometry import Geometry, Group, Span
+from kvhma.geometry import Geometry, Span
 from kvhma.types import IdsLike
 
 DEFAULT_DESCRIPTOR_BYTES = 131_072
@@ -76,8 +76,14 @@ def live_spans(
     if not isinstance(geometry, Geometry):
         raise _wrong_type("geometry", geometry, "is not a Geometry")
     entries = live_entries(geometry, num_tokens, table_lengths(block_tables), cached)
-    tables = zip(geometry.groups, block_tables, entries, strict=True)
-    return [_live_span(group, table, live, geometry.null_block) for group, table, live in tables]
+    spans, null = [], geometry.null_block
+    for group, table, live in zip(geometry.groups, block_tables, entries, strict=True):
+        # Slices keep a list a list and an array an array: the ids are read once, where they are used.
+        first: int = live.start
+        if null is not None and first < live.stop and table[first] == null:
+            first += leading_nulls(table, first, null)
+        spans.append(Span(0 if group.kind == "ssm" else first, table[first : live.stop]))
+    return spans
 
 
 def _wrong_type(field: str, value: object, reason: str) -> RequestError:
@@ -107,20 +113,11 @@ def live_entries(
         text = f"block tables have {len(lengths)} entries, expected {len(groups)}"
         raise RequestError(text, code="count", field="block_tables", value=len(lengths), expected=len(groups))
     starts = first_entries(geometry, num_tokens, [0] * len(groups) if cached is None else cached)
-    return list(map(_live_entries, groups, lengths, starts))
-
-
-def _live_entries(group: Group, length: int, start: int) -> slice:
-    first = min(start, length)
-    if group.kind == "ssm":
-        state = max(first, length - 1 - group.speculative)
-        return slice(state, min(state + 1, length))
-    return slice(first, length)
-
-
-def _live_span(group: Group, table: IdsLike, live: slice, null: int | None) -> Span:
-    # Slices keep a list a list and an array an array: the ids are read once, where they are used.
-    first: int = live.start
-    if null is not None and first < live.stop and table[first] == null:
-        first += leading_nulls(table, first, null)
-    return Span(0 if group.kind == "ssm" else first, table[first : live.stop])
+    entries = []
+    for group, length, start in zip(groups, lengths, starts, strict=True):
+        first, stop = min(start, length), length
+        if group.kind == "ssm":
+            first = max(first, length - 1 - group.speculative)
+            stop = min(first + 1, length)
+        entries.append(slice(first, stop))
+    return entries

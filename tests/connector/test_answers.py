@@ -123,7 +123,7 @@ class Chat:
             assert not engine.refused
             assert not engine.kvhma.prefill._shortened
             assert not engine.kvhma.decode.pending
-            assert not engine.kvhma.decode.failed._yielded_at
+            assert not engine.kvhma.decode.failed.yielded_at
 
 
 @pytest.fixture

@@ -153,7 +153,7 @@ def test_after_failed_loads_nothing_waits_for_ever(lacks, monkeypatch):
         asked = decode.DecodeScheduler.matched_tokens
 
         def at_once(self, *given):
-            self.failed._yielded_at.clear()
+            self.failed.yielded_at.clear()
             return asked(self, *given)
 
         monkeypatch.setattr(decode.DecodeScheduler, "matched_tokens", at_once)
@@ -187,7 +187,7 @@ def test_after_a_failed_load_those_of_higher_priority_do_not_wait_for_ever(trans
     for _ in range(50):
         d.step()
     assert d.unfinished == []
-    assert not d.kvhma.decode.failed._yielded_at
+    assert not d.kvhma.decode.failed.yielded_at
 
 
 @pytest.mark.parametrize("name", MUTANTS)

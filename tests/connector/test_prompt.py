@@ -77,6 +77,7 @@ def test_only_what_lies_in_the_tokens_counts():
     near, far = item(offset=4), item(offset=20, length=8)
     assert prompt_digest(request(mm_features=[near, far]), 20) == prompt_digest(request(mm_features=[near]), 20)
     assert prompt_digest(request(mm_features=[near, far]), 21) != prompt_digest(request(mm_features=[near]), 21)
+    assert prompt_digest(request(mm_features=[far]), 20) == prompt_digest(request(), 20)
     longer = request(tokens=TOKENS + 1)
     assert prompt_digest(longer, TOKENS) == prompt_digest(request(), TOKENS)
     assert prompt_digest(longer, TOKENS) != prompt_digest(longer, TOKENS + 1)

@@ -126,8 +126,10 @@ class KvhmaScheduler:
             if params.get("do_remote_prefill"):
                 self.decode.release_rejected(request, params)
         elif params.get("do_remote_prefill"):
-            taken = [added(request, params) for added in self.context.rooms.on_request_added]
-            if not any(taken):
+            is_taken = False
+            for on_request_added in self.context.rooms.on_request_added:
+                is_taken |= on_request_added(request, params)
+            if not is_taken:
                 self.decode.add_params(Load(request), params)
         elif params.get("do_remote_decode") is True:
             self.prefill.on_request_added(request)
@@ -171,10 +173,12 @@ class KvhmaScheduler:
             self._wait_for_peers()
         metadata = self.decode.metadata
         metadata.idle = idle
-        asked = [on_step(scheduler_output, metadata) for on_step in self.context.rooms.on_step]
-        self.prefill.on_step()
+        is_asked = False
+        for on_step in self.context.rooms.on_step:
+            is_asked |= on_step(scheduler_output, metadata)
+        self.prefill.free_ended_leases()
         metadata = self.decode.take_metadata()
-        self._is_due = any(asked) or bool(self.decode.pending) or not self.context.leases.is_empty
+        self._is_due = is_asked or bool(self.decode.pending) or not self.context.leases.is_empty
         return metadata
 
     def _wait_for_peers(self) -> None:
@@ -196,10 +200,10 @@ class KvhmaScheduler:
             self.decode.on_worker_report(report)
             for on_results in self.context.rooms.on_results:
                 on_results(report)
-        for name in (connector_output.finished_recving or set()) - (connector_output.failed_recving or set()):
-            load = self.decode.pending.get(name)  # the call below removes it
-            if load is not None and load.end is None and load.attempt is not None:
-                for on_request_loaded in self.context.rooms.on_request_loaded:
+        for on_request_loaded in self.context.rooms.on_request_loaded:
+            for name in (connector_output.finished_recving or set()) - (connector_output.failed_recving or set()):
+                load = self.decode.pending.get(name)  # the call below removes it
+                if load is not None and load.end is None and load.attempt is not None:
                     on_request_loaded(name, load.attempt.first_tokens)
         self.decode.on_worker_results(connector_output)
 

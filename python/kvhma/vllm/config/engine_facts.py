@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from kvhma.vllm.config.net_devices import is_loopback
@@ -92,12 +93,12 @@ class EngineFacts:
             "without prompt_logprobs P leaves as many to D"
         )
 
-    @property
+    @cached_property
     def workers(self) -> int:
         """Number of workers of the engine."""
         return self.tp_size * self.pp_size * self.pcp_size
 
-    @property
+    @cached_property
     def ranks_of_stage(self) -> int:
         """Number of workers of a stage with different worker identities.
 

@@ -224,12 +224,10 @@ class LeaseTable:
             self._held[key] = held
             self._without_reader.add(held.ids)
             self._held_blocks.add(held.ids)
-            self._evict_oldest(spared=key)
+            if self.max_unread_blocks is not None and self._without_reader.used > self.max_unread_blocks:
+                self._evict_oldest(self.max_unread_blocks, spared=key)
 
-    def _evict_oldest(self, spared: LeaseKey) -> None:
-        bound = self.max_unread_blocks
-        if bound is None or self._without_reader.used <= bound:
-            return
+    def _evict_oldest(self, bound: int, spared: LeaseKey) -> None:
         unread = [(key, held) for key, held in self._held.items() if not held.readers and key != spared]
         unread.sort(key=lambda item: not item[1].is_expendable)
         for key, held in unread:
@@ -384,7 +382,7 @@ class LeaseTable:
 
     def drain_ended(self) -> dict[LeaseEnd, list[EndedLease]]:
         """Return the requests whose lease has ended since the last call, each once, by why it ended."""
-        if self.is_empty:  # most steps of most engines
+        if not (self._held or self._ended):  # most steps of most engines
             return {}
         now = time.monotonic()
         with self._lock:

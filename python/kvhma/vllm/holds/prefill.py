@@ -108,11 +108,12 @@ class PrefillScheduler:
 
     def on_request_added(self, request: Request) -> None:
         """Add a new request that another engine decodes."""
+        tokens = self.tokens_of_prompt(request)
         # Prompt log-probabilities need all tokens of the prompt, and a resumable request gets more tokens later.
-        if self._left_to_d(request) and not (request.get_skip_reading_prefix_cache() or request.resumable):
-            shorten_prompt(request, self._context.engine.loadable_tokens(request.num_prompt_tokens))
+        if tokens < request.num_prompt_tokens and not (request.get_skip_reading_prefix_cache() or request.resumable):
+            shorten_prompt(request, tokens)
             self._shortened.add(request.request_id)
-        self._context.prompts.begin_digest(request, self.tokens_of_prompt(request))
+        self._context.prompts.begin_digest(request, tokens)
 
     @property
     def source(self) -> Incarnation:
@@ -126,20 +127,16 @@ class PrefillScheduler:
         """Return how many tokens of a prompt P will hand off."""
         return int(request.num_prompt_tokens) - self._left_to_d(request)
 
-    def on_step(self) -> None:
-        """Free blocks whose lease has ended."""
-        self.free_ended_leases()
-        if refused := self._context.leases.take_digests_refused():
-            self._context.stats.count("digest_refused", refused)
-            peer_log.logger.warning(
-                "kvhma: refused %d claims: their digest does not match the parameters that P returned", refused
-            )
-
     def free_ended_leases(self) -> bool:
         """Free blocks whose lease has ended; return whether there were any."""
         ended = self._context.leases.drain_ended()
         if ended:
             self._free_ended(ended)
+        if refused := self._context.leases.take_digests_refused():
+            self._context.stats.count("digest_refused", refused)
+            peer_log.logger.warning(
+                "kvhma: refused %d claims: their digest does not match the parameters that P returned", refused
+            )
         return bool(ended)
 
     def _free_ended(self, ended: Mapping[LeaseEnd, Sequence[EndedLease]]) -> None:
@@ -176,15 +173,10 @@ class PrefillScheduler:
         Returns:
             ``kv_transfer_params`` for the decode request; None if P does not hold the blocks.
         """
-        params = self._hold_blocks(request, tables)
-        self._context.prompts.cancel_digest(request.request_id)
-        return params
-
-    def _hold_blocks(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
-        """Hold the blocks of a request; return its parameters."""
         remote = self._describe_finished(request, tables)
-        geometry, manager = self._context.geometry, self._context.manager
         self._shortened.discard(request.request_id)
+        self._context.prompts.cancel_digest(request.request_id)
+        geometry, manager = self._context.geometry, self._context.manager
         if remote is None or geometry is None or manager is None:
             return None
         params, digest = remote.to_params(self._context.secrets, dcp_size=self._context.engine.dcp_size)
@@ -235,8 +227,9 @@ class PrefillScheduler:
     def _left_to_d(self, request: Request) -> int:
         """Return how many of a prompt's last tokens P leaves to D; 0 if it is shortened already, or too short."""
         engine = self._context.engine
-        is_whole = request.request_id not in self._shortened and engine.loadable_tokens(request.num_prompt_tokens) > 0
-        return engine.backoff if is_whole else 0
+        if not engine.backoff or request.request_id in self._shortened:
+            return 0
+        return engine.backoff if engine.loadable_tokens(request.num_prompt_tokens) > 0 else 0
 
     def _tokens_to_hand_off(self, request: Request) -> int | None:
         """Return of how many tokens the caches are handed off; None if the state is not that of a known token."""
@@ -275,14 +268,15 @@ class PrefillScheduler:
         except KvhmaError:
             logger.exception("kvhma: cannot hand off the blocks of request %s", request_id)
             return None
-        if any(span.first > first for span, first in zip(spans, needed, strict=True)):
-            peer_log.logger.warning(
-                "kvhma: cannot hand off request %s: P computed more tokens than D needs, and vLLM has freed a block "
-                "of the window of token %d; D computes the prompt",
-                request_id,
-                tokens,
-            )
-            return None
+        for span, first in zip(spans, needed, strict=True):
+            if span.first > first:
+                peer_log.logger.warning(
+                    "kvhma: cannot hand off request %s: P computed more tokens than D needs, and vLLM has freed a "
+                    "block of the window of token %d; D computes the prompt",
+                    request_id,
+                    tokens,
+                )
+                return None
         return spans
 
 

@@ -64,9 +64,9 @@ class SchedulerContext:
         self.prompts = PromptDigests(self.engine.applies_adapters)
         self.peers = Peers(self.settings.handshake_timeout, self.secrets, self.stats, self.sources)
 
-    def transfer_tables(self, tables: Sequence[Sequence[int]]) -> list[list[int]]:
+    def transfer_tables(self, tables: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         """Return the block tables of the groups that are transferred."""
         groups = self.engine.transfer_groups
         if groups and len(tables) <= max(groups):
             raise RequestError(f"{len(tables)} block tables, but group {max(groups)} is transferred")
-        return [list(tables[index]) for index in groups]
+        return list(map(tables.__getitem__, groups))

@@ -147,12 +147,6 @@ class DecodeScheduler:
             if load.is_shared:
                 self.move_load(load, LoadEvent.SHARED)
 
-    def _compared_load(self, request_id: str) -> Load | None:
-        """Return the load of a request, after a comparison that still waits; None if it has ended, or without one."""
-        if request_id in self._loads.comparing:
-            self._compare_prompt(self._loads.comparing[request_id])
-        return self.pending.get(request_id)
-
     # --- What vLLM asks -----------------------------------------------------------------------------------------
 
     def tokens_to_load(self, request: Request) -> int:
@@ -171,7 +165,7 @@ class DecodeScheduler:
         It changes only if P has replied or the request has waited too long.
         """
         load = self.pending.get(request.request_id)
-        if self.failed.must_yield_to_running(request.request_id, is_load=load is not None):
+        if self.failed.yielded_at and self.failed.must_yield_to_running(request.request_id, is_load=load is not None):
             return _UNKNOWN
         if load is None:
             if not (why := self._why_not_computed(request, local)):
@@ -256,8 +250,10 @@ class DecodeScheduler:
 
     def on_blocks_allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         """Make the read command for the blocks that vLLM has given a load; without external tokens it loads nothing."""
-        self.failed.on_blocks_or_end(request.request_id)
-        load = self._compared_load(request.request_id)
+        self.failed.yielded_at.pop(request.request_id, None)
+        if request.request_id in self._loads.comparing:
+            self._compare_prompt(self._loads.comparing[request.request_id])
+        load = self.pending.get(request.request_id)
         if load is None or load.state in _HAS_BLOCKS:
             return
         if external <= 0:
@@ -279,7 +275,7 @@ class DecodeScheduler:
         remote, geometry = self._known_remote(load), self._context.geometry
         if remote is None or geometry is None:
             raise RequestError("there is no P to load it from")
-        tables = [blocks.blocks[index] for index in self._context.engine.transfer_groups]
+        tables = list(map(blocks.blocks.__getitem__, self._context.engine.transfer_groups))
         return ReadCommand(
             request_id=load.request_id,
             remote=remote,
@@ -293,8 +289,10 @@ class DecodeScheduler:
 
     def _known_remote(self, load: Load) -> PrefillParams | None:
         """Return P's parameters of a load; before the hand-off those that an option knows."""
-        early = (early(load.request_id) for early in self._context.rooms.remote_before_hand_off)
-        return load.remote or next(filter(None, early), None)
+        remote = load.remote
+        for early in self._context.rooms.remote_before_hand_off:
+            remote = remote or early(load.request_id)
+        return remote
 
     # --- Steps --------------------------------------------------------------------------------------------------
 
@@ -352,16 +350,16 @@ class DecodeScheduler:
                 self._compute_locally(load.request_id, "failed_read" if failed else "short_window", text)
                 if self._context.manager is not None:  # for any kv_load_failure_policy
                     recompute_prompt(self._context.manager, load.request)
-                    self.failed.on_load_failed(load.request_id)
+                    self.failed.yielded_at[load.request_id] = None
             event = LoadEvent.FAILED if failed else LoadEvent.LOADED
         elif not failed:
-            if load.end is None:
+            if load.end is None and attempt.first_tokens:
                 self._exclude_partial_blocks(load.request_id, attempt.first_tokens)
             event = LoadEvent.LOADED
         else:
             event = LoadEvent.FAILED
             if recompute and load.end is None:
-                self.failed.on_load_failed(load.request_id)
+                self.failed.yielded_at[load.request_id] = None
                 if load.refusal is None and attempt.number <= LOAD_RETRIES:
                     event, load.waits_since = LoadEvent.FAILED_TRANSIENT, None
         self.move_load(load, event)
@@ -374,8 +372,10 @@ class DecodeScheduler:
 
     def on_request_finished(self, request: Request) -> bool:
         """Note that a request has ended; return whether it had a load."""
-        self.failed.on_blocks_or_end(request.request_id)
-        load = self._compared_load(request.request_id)
+        self.failed.yielded_at.pop(request.request_id, None)
+        if request.request_id in self._loads.comparing:
+            self._compare_prompt(self._loads.comparing[request.request_id])
+        load = self.pending.get(request.request_id)
         if load is None:
             return False
         is_aborted = request.status.name == "FINISHED_ABORTED"

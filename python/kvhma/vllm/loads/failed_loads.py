@@ -14,21 +14,16 @@ loading, so the retry needs twice as many. If they never become free, it would w
 
 
 class FailedLoads:
-    """Requests whose load has failed, until vLLM gives them blocks again."""
+    """Requests whose load has failed, until vLLM gives them blocks again.
+
+    Attributes:
+        yielded_at: when each of them has yielded; None before.
+    """
 
     def __init__(self, context: SchedulerContext) -> None:
         """Start without requests."""
         self._context = context
-        self._yielded_at: dict[str, float | None] = {}
-        """When each request has yielded; None before."""
-
-    def on_load_failed(self, request_id: str) -> None:
-        """Note that a load has failed, and has lost its blocks."""
-        self._yielded_at[request_id] = None
-
-    def on_blocks_or_end(self, request_id: str) -> None:
-        """Note that a request has blocks again, or has ended."""
-        self._yielded_at.pop(request_id, None)
+        self.yielded_at: dict[str, float | None] = {}
 
     def must_yield_to_running(self, request_id: str, *, is_load: bool) -> bool:
         """Return whether a request must wait for a step because a load has failed; `is_load`: whether it is a load.
@@ -38,15 +33,13 @@ class FailedLoads:
         Loads of higher priority, which lack these blocks, would wait in front of it for ever. So they yield too, once
         the failed load has waited for a second.
         """
-        if not self._yielded_at:
-            return False
         now = time.monotonic()
-        if request_id in self._yielded_at:
-            is_first = self._yielded_at[request_id] is None
+        if request_id in self.yielded_at:
+            is_first = self.yielded_at[request_id] is None
             if is_first:
-                self._yielded_at[request_id] = now
+                self.yielded_at[request_id] = now
             return is_first
-        oldest = min((since for since in self._yielded_at.values() if since is not None), default=now)
+        oldest = min((since for since in self.yielded_at.values() if since is not None), default=now)
         return is_load and now - oldest > _RETRY_SECONDS
 
     def waited_too_long_for_blocks(self, load: Load) -> bool:
@@ -61,4 +54,4 @@ class FailedLoads:
         waited = now - load.waits_since
         if load.state is LoadState.RETRYING:
             return waited > _RETRY_SECONDS
-        return len(self._context.leases) > 0 and waited > self._context.settings.kv_lease_duration
+        return bool(self._context.leases.held) and waited > self._context.settings.kv_lease_duration

@@ -89,14 +89,14 @@ class LoadClaims:
 
     def _worker_notifies(self, remote: PrefillParams | None) -> bool:
         """Return whether the worker itself notifies P after its read: it alone loads the request."""
-        must_hold = remote is not None and any(
-            must_hold(remote) for must_hold in self._context.rooms.must_hold_until_reported
-        )
-        return self._context.engine.workers == 1 and not must_hold
+        for must_hold in self._context.rooms.must_hold_until_reported if remote is not None else ():
+            if must_hold(remote):
+                return False
+        return self._context.engine.workers == 1
 
     def _read_outcome(self, remote: PrefillParams) -> Outcome:
         # Each of these may still be a reader of the same blocks. If not, P holds them for two seconds longer.
-        uncompared = (load.remote for load in self._loads.comparing.values() if load.remote is not None)
-        may_be_shared = any(candidate.lease_key == remote.lease_key for candidate in uncompared)
-        shared = may_be_shared or self._shared.get(remote.lease_key, False)
-        return Outcome.READ_SHARED if shared else Outcome.READ
+        for load in self._loads.comparing.values():
+            if load.remote is not None and load.remote.lease_key == remote.lease_key:
+                return Outcome.READ_SHARED
+        return Outcome.READ_SHARED if self._shared.get(remote.lease_key, False) else Outcome.READ

@@ -30,24 +30,21 @@ class ReceivedParams:
                 raise RequestError(
                     f"kv_transfer_params: {key} is set, but kvhma was installed without option {option!r}"
                 )
-        remote = self._signed(params, request.num_prompt_tokens)
+        remote = PrefillParams.from_params(params, self._context.secrets, request.num_prompt_tokens)
         self.check_source(remote.address, remote.engine_id)
         for on_params_read in self._context.rooms.on_params_read:
             on_params_read(request, remote)
-        return remote._replace(items=())
+        return remote._replace(items=()) if remote.items else remote
 
     def read_of_rejected(self, params: Mapping[str, Any]) -> PrefillParams:
         """Return the parameters of a request that vLLM has rejected, whose prompt is not known."""
-        remote = self._signed(params, None)
+        remote = PrefillParams.from_params(params, self._context.secrets, None)
         self.check_source(remote.address)
         return remote
 
     def read_of_known(self, params: Mapping[str, Any], num_prompt_tokens: int) -> PrefillParams:
         """Return the parameters that P itself has sent, after :meth:`check_source`, without items."""
-        return self._signed(params, num_prompt_tokens)._replace(items=())
-
-    def _signed(self, params: Mapping[str, Any], num_prompt_tokens: int | None) -> PrefillParams:
-        return PrefillParams.from_params(params, self._context.secrets, num_prompt_tokens=num_prompt_tokens)
+        return PrefillParams.from_params(params, self._context.secrets, num_prompt_tokens)._replace(items=())
 
     def check_source(self, address: Address, engine_id: str = "") -> None:
         """Refuse an engine that D may not, or cannot, read from; its engine_id may be unknown yet."""

@@ -70,6 +70,9 @@ def prefix_digests(request: Request, counts: Sequence[int], adapter: str | None 
 
 def _header(request: Request, num_tokens: int, adapter: str | None) -> bytes:
     """Return everything besides the tokens that decides the cache of a request's first tokens."""
+    is_plain = request.lora_request is None and not (request.mm_features or request.cache_salt)
+    if is_plain and request.prompt_embeds is None:  # what the text below is then
+        return b"[%d, null, [], null, null]" % num_tokens
     header = [
         num_tokens,
         None if request.lora_request is None else [request.lora_request.lora_name, adapter],

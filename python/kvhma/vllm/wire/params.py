@@ -329,9 +329,7 @@ class PrefillParams(NamedTuple):
         return params, digest
 
     @classmethod
-    def from_params(
-        cls, params: Mapping[str, Any], secrets: Secrets, *, num_prompt_tokens: int | None
-    ) -> PrefillParams:
+    def from_params(cls, params: Mapping[str, Any], secrets: Secrets, num_prompt_tokens: int | None) -> PrefillParams:
         """Read and check parameters. Safe on any value; `num_prompt_tokens` bounds the result.
 
         With `num_prompt_tokens` None it does not read the blocks: `spans` is empty.
@@ -445,7 +443,9 @@ def _text_refusal(error: Exception, text: str, data: bytes) -> RequestError:
 
 def _check_names(signed: _Text) -> None:
     """Refuse names that would forge lines of a log."""
-    names = [signed.engine_id, signed.lease_key.request_id, *(name for item in signed.items for name in item[:2])]
+    names = [signed.engine_id, signed.lease_key.request_id]
+    for item in signed.items:
+        names += item[:2]
     if not "".join(names).isprintable():
         odd = next(name for name in names if not name.isprintable())
         raise RequestError(f"kv_transfer_params: kvhma.text has the name {quote(odd)}, expected printable characters")

@@ -86,6 +86,9 @@ class Secrets:
     """The secrets of an engine. Safe to use from several threads.
 
     It reads a changed file again. If that fails for any reason, the secrets stay as they were, and the log says why.
+
+    Attributes:
+        enabled: whether there is a secret. This does not change while the process lives.
     """
 
     def __init__(self, secrets: Sequence[bytes] = (), *, file: Path | None = None) -> None:
@@ -101,6 +104,7 @@ class Secrets:
         self._file = file
         self._lock = threading.Lock()
         self._read = tuple(secrets)
+        self.enabled = bool(self._read)
         self._current = _derive(self._read)
         self._read_at = time.monotonic()
         self._seen: bytes | None = None
@@ -126,11 +130,6 @@ class Secrets:
             with _settings_errors(ENVIRONMENT):
                 return cls(_lines(os.environ[ENVIRONMENT].encode("utf-8", "surrogateescape"), ENVIRONMENT))
         return cls()
-
-    @property
-    def enabled(self) -> bool:
-        """Whether there is a secret. This does not change while the process lives."""
-        return bool(self._current.credentials)
 
     def server_context(self) -> ssl.SSLContext | None:
         """Return the TLS context for accepting a connection now; None without a secret."""
