@@ -68,11 +68,34 @@ class _Watched(deque):  # type: ignore[type-arg]
         self.longest = max(self.longest, len(self))
 
 
+def _evict(self: Any, prompt: list[int], first: int, full: bool) -> None:
+    """Evict what the prefix cache has of a prompt from a token on: of full attention, or of all other groups."""
+    from vllm import SamplingParams
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.request import Request
+
+    manager = self.scheduler.kv_cache_manager
+    hashes = Request("", prompt, SamplingParams(), None, block_hasher=self.request_block_hasher).block_hashes
+    for index, group in enumerate(manager.kv_cache_config.kv_cache_groups):
+        if isinstance(group.kv_cache_spec, FullAttentionSpec) is full:
+            for digest in hashes[first // group.kv_cache_spec.block_size :]:
+                while found := manager.block_pool.get_cached_block(digest, [index]):
+                    manager.evict_blocks({block.block_id for block in found})
+
+
+def _hit_as_vllm(self: Any) -> None:
+    """Let vLLM's own rule decide hits of the prefix cache again, from an empty cache on."""
+    assert self.scheduler.reset_prefix_cache()
+    del vars(self.scheduler.kv_cache_manager)["get_computed_blocks_for_connector"]
+
+
 METHODS = {
     "e2e_state": _state,
     "e2e_blocks": _blocks,
     "e2e_connector": _connector,
     "e2e_steps_ahead": _steps_ahead,
+    "e2e_evict": _evict,
+    "e2e_hit_as_vllm": _hit_as_vllm,
 }
 
 
