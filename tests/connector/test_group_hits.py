@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,12 +21,16 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request
 
+import kvhma
+from kvhma.models import model
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from kvhma.vllm.internals import hit_each_group
 
 BLOCK = 16
@@ -60,10 +68,12 @@ def request_of(name: str, tokens: list[int]) -> Request:
 class Decode:
     """A decode engine's manager of blocks; requests are loaded as vLLM's scheduler does it, without bytes."""
 
-    def __init__(self, mix: str, blocks: int = 4000) -> None:
-        groups = [KVCacheGroupSpec([f"layers.{index}"], spec) for index, spec in enumerate(MIXES[mix])]
+    def __init__(self, mix: str | Sequence[KVCacheSpec], blocks: int = 4000) -> None:
+        specs = MIXES[mix] if isinstance(mix, str) else mix
+        groups = [KVCacheGroupSpec([f"layers.{index}"], spec) for index, spec in enumerate(specs)]
         config = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
-        self.manager = KVCacheManager(config, 65536, BLOCK, BLOCK, enable_caching=True)
+        block = specs[0].block_size
+        self.manager = KVCacheManager(config, 1 << 18, block, block, enable_caching=True)
         self.vllm = KVCacheManager.get_computed_blocks_for_connector.__get__(self.manager)
         self.to_load = 0
         hit_each_group(self.manager, lambda request: self.to_load)
@@ -75,29 +85,33 @@ class Decode:
 
     def load(self, tokens: list[int], answer: int = 0) -> int:
         """Load a prompt, answer, and free it; return the hit."""
-        request = request_of(f"r{random.random()}", tokens)
-        self.to_load = len(tokens) - 1
-        blocks, hit, _, diverged = self.manager.get_computed_blocks_for_connector(request)
+        return max(self.serve(request_of(f"r{random.random()}", tokens), answer))
+
+    def serve(self, request: Request, answer: int, *, each_group: bool = True) -> list[int]:
+        """Load a request's prompt, answer, and free it; return the hit of each group, or by vLLM's own rule."""
+        length = request.num_prompt_tokens
+        self.to_load = length - 1
+        ask = self.manager.get_computed_blocks_for_connector if each_group else self.vllm
+        blocks, hit, _, diverged = ask(request)
         external = max(0, self.to_load - hit)
         if diverged and not external:
             blocks, hit, _ = self.manager.get_computed_blocks(request)
         slots = self.manager.allocate_slots(
             request,
-            0 if external else len(tokens) - hit,
+            0 if external else length - hit,
             num_new_computed_tokens=hit,
             new_computed_blocks=blocks,
             num_external_computed_tokens=external,
             delay_cache_blocks=bool(external),
         )
         assert slots is not None
-        request.num_computed_tokens = hit + external if external else len(tokens)
+        request.num_computed_tokens = hit + external if external else length
         self.manager.cache_blocks(request, request.num_computed_tokens)
-        for token in range(answer):
-            request.append_output_token_ids(token)
-            assert self.manager.allocate_slots(request, 1) is not None
-            request.num_computed_tokens += 1
+        request.append_output_token_ids(list(range(answer)))
+        assert not answer or self.manager.allocate_slots(request, answer) is not None
         self.manager.free(request)
-        return hit
+        single = self.manager.coordinator.single_type_managers
+        return [len(table) * group.block_size for table, group in zip(blocks.blocks, single, strict=True)]
 
     def cached(self, request: Request, group: int) -> list[bool]:
         """Return for each whole block of a prompt whether a group has it, by the pool's own index."""
@@ -223,3 +237,76 @@ def test_where_a_name_is_gone_hits_stay_as_they_are(caplog: pytest.LogCaptureFix
     hit_each_group(hidden, lambda request: 100)
     assert "get_computed_blocks_for_connector" in caplog.text
     assert set(vars(hidden)) == {"coordinator", "kv_cache_config", "create_kv_cache_blocks"}
+
+
+# --- what it is worth ---------------------------------------------------------------------------------------------
+
+TRACES = Path(__file__).parents[3] / "shared" / "traces"
+STEP, ID = 128, 512
+"""Tokens of D's blocks here, and of an id of Mooncake's traces."""
+
+OF_TRACES = [
+    ("synthetic_first3300", 600, "gpt-oss-120b", 0.05, 0.11),
+    pytest.param("synthetic_first3300", 3300, "gemma-3-27b", 0.17, 0.47, marks=pytest.mark.long),
+    pytest.param("synthetic_first3300", 3300, "gpt-oss-120b", 0.18, 0.55, marks=pytest.mark.long),
+    pytest.param("conversation_first3600", 3600, "gemma-3-27b", 0.29, 0.32, marks=pytest.mark.long),
+    pytest.param("conversation_first3600", 3600, "gpt-oss-120b", 0.28, 0.34, marks=pytest.mark.long),
+]
+"""A trace and its first lines, a model, the shares of bytes that D's cache saves by vLLM's rule and by each group."""
+
+
+def replayed(lines: list[str]) -> Iterator[tuple[Request, int]]:
+    """Yield the requests of a trace and the tokens of their answers, with block hashes for both.
+
+    An id names 512 tokens and all before them. A prompt goes on after an answer if it shares all whole ids of the
+    earlier prompt and is at least as long as that with its answer. Only one prompt goes on after each answer.
+    """
+    fresh = (number.to_bytes(8, "big") for number in itertools.count())
+    chains: dict[int, list[bytes]] = {}
+    """By id: hashes of all blocks up to its end."""
+    answered: dict[int, list[tuple[int, list[bytes]]]] = {}
+    for number, entry in enumerate(map(json.loads, lines)):
+        length, ids = entry["input_length"], entry["hash_ids"]
+        total = length + entry["output_length"]
+        known = next((at for at, name in enumerate(ids) if name not in chains), len(ids))
+        chain: list[bytes] = list(chains[ids[known - 1]]) if known else []
+        earlier = answered.get(ids[known - 1], []) if known else []
+        if continued := [said for said in earlier if said[0] <= length]:
+            earlier.remove(continued[-1])
+            chain = list(continued[-1][1])
+        chain += itertools.islice(fresh, total // STEP - len(chain))
+        for at in range(known, len(ids)):
+            chains[ids[at]] = chain[: min(length, (at + 1) * ID) // STEP]
+        if length >= ID:
+            answered.setdefault(ids[length // ID - 1], []).append((total, chain))
+        request = Request(str(number), [0] * length, SamplingParams(max_tokens=1 << 17), None)
+        request.block_hashes = chain
+        yield request, entry["output_length"]
+
+
+@pytest.mark.parametrize(("trace", "requests", "name", "today", "new"), OF_TRACES)
+def test_share_of_bytes_that_ds_cache_saves_on_a_trace(
+    trace: str, requests: int, name: str, today: float, new: float
+) -> None:
+    """One D whose cache never evicts, with vLLM's own manager of blocks; bytes are those of `kvhma.cost`."""
+    path = TRACES / f"mooncake_{trace}.jsonl"
+    if not path.exists():
+        pytest.skip(f"no {path.name}: the first lines of a trace of github.com/kvcache-ai/Mooncake, FAST25-release")
+    lines = path.read_text().splitlines()[:requests]
+    p, d = ([layout(model(name), LayoutOptions(num_blocks=1 << 14, base=base << 44))] for base in (1, 2))
+    costs, groups = kvhma.cost(d, p), d[0].groups
+    window = next(group.window for group in groups if group.window)
+    same = HEADS | {"block_size": STEP}
+    specs = FullAttentionSpec(**same), SlidingWindowSpec(**same, sliding_window=window)
+    saved = []
+    for each_group in (False, True):
+        engine = Decode(specs, blocks=250 * requests)
+        whole = read = 0
+        for request, answer in replayed(lines):
+            length = request.num_prompt_tokens
+            full, windows = engine.serve(request, answer, each_group=each_group)
+            whole += costs.of(length).bytes
+            read += costs.of(length, [windows if group.window else full for group in groups]).bytes
+        saved.append(1 - read / whole)
+    print(f"{trace}, {name}: saved {saved[0]:.3f} by vLLM's rule, {saved[1]:.3f} by hits of each group")
+    assert saved == pytest.approx([today, new], abs=0.02)
