@@ -38,6 +38,7 @@ __all__ = [
     "join_tables",
     "leading_nulls",
     "permuted_rows",
+    "prefix_hits",
     "ssm_descriptors",
     "ssm_views",
     "table_lengths",
