@@ -649,7 +649,7 @@ def test_a_listener_without_connections_reads_its_file(tmp_path, monkeypatch):
     monkeypatch.setattr(wire_secrets, "_read_file", watched)
     with listening(secrets=found):
         write(file, b"b" * 32)
-        until(lambda: readers - {threading.current_thread()})  # nobody signs meanwhile
+        until(lambda: readers - {threading.current_thread()})  # this thread does not sign meanwhile
         until(lambda: found.sign(b"x") == B.sign(b"x"))
 
 

@@ -258,8 +258,8 @@ OF_TRACES = [
 def replayed(lines: list[str]) -> Iterator[tuple[Request, int]]:
     """Yield the requests of a trace and the tokens of their answers, with block hashes for both.
 
-    An id names 512 tokens and all before them. A prompt goes on after an answer if it shares all whole ids of the
-    earlier prompt and is at least as long as that with its answer. Only one prompt goes on after each answer.
+    An id names 512 tokens and all before them. A prompt continues an answer if it shares all whole ids of the
+    earlier prompt and is at least as long as that with its answer. Only one prompt continues each answer.
     """
     fresh = (number.to_bytes(8, "big") for number in itertools.count())
     chains: dict[int, list[bytes]] = {}

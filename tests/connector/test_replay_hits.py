@@ -41,7 +41,7 @@ class Traffic:
                 node += 1
                 path.append(node)
             paths.append(path)
-            # The last node may be a part, which then is a node of its own.
+            # The last node may be a part, which then is a separate node.
             lengths = [UNIT] * len(path)
             if rng.random() < 0.7:
                 node += 1
