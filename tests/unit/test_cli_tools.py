@@ -163,9 +163,7 @@ def test_gpus_between_which_reads_may_be_slow_are_named(tmp_path, monkeypatch, p
 
 def test_fit_finds_the_law_it_was_given() -> None:
     law = Link(4e-6, 9e9, "")
-    points = [
-        Point(block, 512, runs, law.seconds(runs, 512 * block), 0.0) for block in (4096, 1 << 20) for runs in (512, 1)
-    ]
+    points = [Point(block, 512, runs, law.seconds(runs, 512 * block)) for block in (4096, 1 << 20) for runs in (512, 1)]
     found = fit(points, "here")
     assert found.seconds_per_descriptor == pytest.approx(law.seconds_per_descriptor)
     assert found.bytes_per_second == pytest.approx(law.bytes_per_second)
@@ -174,7 +172,7 @@ def test_fit_finds_the_law_it_was_given() -> None:
 
 def test_fit_of_noise_stays_positive() -> None:
     """If more descriptors take less time there is no fit; the constants are usable all the same."""
-    found = fit([Point(4096, 100, 100, 1e-4, 0.0), Point(4096, 100, 1, 9e-4, 0.0)], "")
+    found = fit([Point(4096, 100, 100, 1e-4), Point(4096, 100, 1, 9e-4)], "")
     assert found.seconds_per_descriptor > 0
     assert found.bytes_per_second > 0
 
