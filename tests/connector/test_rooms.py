@@ -121,8 +121,9 @@ def test_an_option_that_overrides_nothing_is_never_called(monkeypatch: pytest.Mo
         def __init__(self) -> None:
             self.number = 0
 
-        def on_step(self, output: Any, metadata: Any) -> None:
+        def on_step(self, output: Any, metadata: Any) -> bool:
             self.number += 1
+            return False
 
     with contextlib.closing(scheduler()) as p, contextlib.closing(scheduler()) as d:
         steps = Steps()
