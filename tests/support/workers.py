@@ -120,6 +120,7 @@ class Decode:
         geometry = flat_geometry(self.memory)
         blocks = DeviceMemory(geometry, {})
         if slots is not None:  # an option, whose folder may be absent
+            pytest.importorskip("kvhma.vllm.options.staging")
             from kvhma.vllm.options.staging.pool import StagingPool
             from kvhma.vllm.options.staging.slots import SlotRanges
 
