@@ -198,6 +198,8 @@ WRONG: dict[str, tuple[list[Any], str]] = {
         [line(0, 100, hash_ids=[1, 2]), line(0, 10, hash_ids=[1, 2, 3])],
         "hash_ids: no power of two",
     ),
+    "a session of some requests": ([line(0, 10, session="a"), GOOD], "line 2: session or identities"),
+    "identities of some requests": ([GOOD, line(1, 10, hash_ids=[1])], "line 2: session or identities"),
     "a run that goes back": ([line(0, 10, session="a", hash_id_runs=[[3, 1]])], "must be a first and a last"),
     "a run without end": ([line(0, 10, session="a", hash_id_runs=[[0, 1 << 31]])], "must be a first and a last"),
     "other columns": (["a,b\n1,2\n"], r"line 1: columns \['a', 'b'\]: a table has"),

@@ -26,6 +26,8 @@ _MAX_LINE = 1 << 26
 """Limit of the bytes of a line."""
 _MAX_UNIT = 1 << 16
 """Limit of the tokens that an identity stands for."""
+_SESSION_BITS = 32
+"""An identity that counts within a session is below 2 to this power."""
 _GRID_MILLISECONDS = 1000
 """A common step of all arrivals that is shorter is a clock, not a grid."""
 _LEAST_STEPS = 10
@@ -121,18 +123,23 @@ def _lines(path: Path, file: BinaryIO, progress: Callable[[int], object]) -> Ite
 class _Columns:
     """Collects rows, and makes a trace of them."""
 
-    def __init__(self, path: Path, form: str) -> None:
-        self._path, self._form = path, form
+    def __init__(self, path: Path, form: str, *, in_sessions: bool = False) -> None:
+        self._path, self._form, self._in_sessions = path, form, in_sessions
         self._seconds, self._lengths = array("d"), (array("q"), array("q"))
         self._names: dict[str, int] = {}
+        self._has = (False, False)
         self._sessions = array("q")
         self.ids, self.counts = array("q"), array("q")
 
     def add(self, line: int, row: _Row) -> None:
-        for field, value in (("prompt", row.prompt), ("answer", row.answer)):
-            if not 0 <= value <= MAX_TOKENS or (field == "prompt" and value == 0):
-                expected = f"{int(field == 'prompt')} to {MAX_TOKENS}"
+        for field, value, low in (("prompt", row.prompt, 1), ("answer", row.answer, 0)):
+            if not low <= value <= MAX_TOKENS:
+                expected = f"{low} to {MAX_TOKENS}"
                 raise RequestError(f"{self._path}, line {line}: {field} of {value} tokens: must be {expected}")
+        has = (row.session is not None, row.ids is not None)
+        if has != self._has and self._seconds:
+            raise RequestError(f"{self._path}, line {line}: session or identities: all requests have them, or none has")
+        self._has = has
         if not np.isfinite(row.seconds):
             raise RequestError(f"{self._path}, line {line}: time {row.seconds}: must be a number")
         self._seconds.append(row.seconds)
@@ -185,6 +192,8 @@ class _Columns:
         offsets = np.concatenate([[0], np.cumsum(counts[order])])
         within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts[order])
         nodes = np.frombuffer(self.ids, np.int64)[np.repeat(starts[order], counts[order]) + within]
+        if self._in_sessions:
+            nodes = nodes + (np.repeat(np.array(self._sessions)[order], counts[order]) << _SESSION_BITS)
         ends = np.minimum((within + 1) * unit, np.repeat(prompts[order], counts[order]))
         return Paths(nodes, ends.astype(np.uint32), offsets.astype(np.uint64))
 
@@ -213,14 +222,14 @@ def _number(value: Any, kind: type) -> Any:
 
 def _read_json(path: Path, first: tuple[int, bytes], lines: Iterator[tuple[int, bytes]]) -> Trace:
     form = _parsed(path, *first)
-    known = [(name, of) for name, (is_it, of) in _JSON.items() if is_it(form)]
+    known = [(name, read) for name, (is_it, read) in _JSON.items() if is_it(form)]
     if not known:
         raise RequestError(
             f"{path}, line {first[0]}: fields {sorted(form)[:12]}: a trace has timestamp, input_length, output_length, "
             "and hash_ids, hash_id_runs or none"
         )
-    name, of = known[0]
-    columns, read = _Columns(path, name), of()
+    name, read = known[0]
+    columns = _Columns(path, name, in_sessions=read is _runs)
     columns.add(first[0], _row(path, first[0], form, read))
     for number, line in lines:
         columns.add(number, _row(path, number, _parsed(path, number, line), read))
@@ -258,15 +267,10 @@ def _session(form: Mapping[str, Any]) -> str | None:
     return None if found is None else str(found)
 
 
-def _mooncake() -> Callable[[Mapping[str, Any]], _Row]:
-    def read(form: Mapping[str, Any]) -> _Row:
-        ids = form.get("hash_ids")
-        if ids is not None:
-            _check_ids("hash_ids", ids)
-        seconds = _field(form, "timestamp", float) / 1e3
-        return _Row(seconds, _field(form, "input_length"), _field(form, "output_length"), _session(form), ids)
-
-    return read
+def _timed(form: Mapping[str, Any], per_second: float, ids: list[int] | None = None) -> _Row:
+    """Return a row whose timestamp has `per_second` units in a second."""
+    seconds = _field(form, "timestamp", float) / per_second
+    return _Row(seconds, _field(form, "input_length"), _field(form, "output_length"), _session(form), ids)
 
 
 def _check_ids(name: str, ids: Any) -> None:
@@ -274,36 +278,30 @@ def _check_ids(name: str, ids: Any) -> None:
         raise ValueError(f"{name}: must be a list of integers of 0 to 2^63 - 1")
 
 
-def _runs() -> Callable[[Mapping[str, Any]], _Row]:
-    """Identities count within a session, so each session has separate numbers."""
-    bases: dict[str, int] = {}
-
-    def read(form: Mapping[str, Any]) -> _Row:
-        session = str(form["session"])
-        base = bases.setdefault(session, len(bases) << 32)
-        ids: list[int] = []
-        for run in form["hash_id_runs"]:
-            _check_ids("hash_id_runs", run)
-            if len(run) != 2 or not run[0] <= run[1] < 1 << 32 or len(ids) + run[1] - run[0] > MAX_TOKENS:
-                raise ValueError(f"hash_id_runs {run!a}: must be a first and a last identity")
-            ids += range(base + run[0], base + run[1] + 1)
-        seconds = _field(form, "timestamp", float) / 1e3
-        return _Row(seconds, _field(form, "input_length"), _field(form, "output_length"), session, ids)
-
-    return read
+def _mooncake(form: Mapping[str, Any]) -> _Row:
+    ids = form.get("hash_ids")
+    if ids is not None:
+        _check_ids("hash_ids", ids)
+    return _timed(form, 1e3, ids)
 
 
-def _ragpulse() -> Callable[[Mapping[str, Any]], _Row]:
-    """Identities are those of components, whose lengths are in other files: they say nothing of blocks."""
+def _runs(form: Mapping[str, Any]) -> _Row:
+    """Return a row whose identities count within its session."""
+    ids: list[int] = []
+    for run in form["hash_id_runs"]:
+        _check_ids("hash_id_runs", run)
+        if len(run) != 2 or not run[0] <= run[1] < 1 << _SESSION_BITS or len(ids) + run[1] - run[0] > MAX_TOKENS:
+            raise ValueError(f"hash_id_runs {run!a}: must be a first and a last identity")
+        ids += range(run[0], run[1] + 1)
+    return _timed(form, 1e3, ids)._replace(session=str(form["session"]))
 
-    def read(form: Mapping[str, Any]) -> _Row:
-        seconds = _field(form, "timestamp", float)
-        return _Row(seconds, _field(form, "input_length"), _field(form, "output_length"), _session(form))
 
-    return read
+def _ragpulse(form: Mapping[str, Any]) -> _Row:
+    """Return a row without identities: those of components, whose lengths are in other files, say nothing of blocks."""
+    return _timed(form, 1.0)
 
 
-_JSON: dict[str, tuple[Callable[[Mapping[str, Any]], bool], Callable[[], Callable[[Mapping[str, Any]], _Row]]]] = {
+_JSON: dict[str, tuple[Callable[[Mapping[str, Any]], bool], Callable[[Mapping[str, Any]], _Row]]] = {
     "runs of identities": (lambda form: "hash_id_runs" in form, _runs),
     "RAGPulse": (lambda form: isinstance(form.get("hash_ids"), dict), _ragpulse),
     "Mooncake": (lambda form: {"timestamp", "input_length", "output_length"} <= form.keys(), _mooncake),
