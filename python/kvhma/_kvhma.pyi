@@ -492,7 +492,8 @@ def prefix_hits(
     prompts: NDArray[np.uint32],
     answers: NDArray[np.uint32],
     engines: NDArray[np.uint32],
-    groups: Sequence[tuple[str, int, int, int]],
+    geometry: CheckedGeometry,
+    groups: Sequence[tuple[int, int]],
     pool: int,
     side: str,
 ) -> NDArray[np.uint32]:
@@ -505,8 +506,8 @@ def prefix_hits(
         prompts: uint32 of shape (n,), tokens.
         answers: uint32 of shape (n,), tokens that the engine decodes.
         engines: uint32 of shape (n,), numbers of engines.
-        groups: for each group what it keeps (``full``, ``window``, ``chunk``, ``state``), the size of a window or
-            chunk, the tokens of a block and its bytes.
+        geometry: a rank of an engine, which has the groups.
+        groups: numbers of groups, and the bytes of a block of each in all layers and ranks.
         pool: bytes of an engine's cache.
         side: ``prefill``, ``one hit`` or ``each group``.
 

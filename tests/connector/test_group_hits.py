@@ -87,10 +87,15 @@ class Decode:
         """Load a prompt, answer, and free it; return the hit."""
         return max(self.serve(request_of(f"r{random.random()}", tokens), answer))
 
-    def serve(self, request: Request, answer: int, *, each_group: bool = True) -> list[int]:
-        """Load a request's prompt, answer, and free it; return the hit of each group, or by vLLM's own rule."""
+    def serve(self, request: Request, answer: int, *, each_group: bool = True, left: int = 1) -> list[int]:
+        """Load a request's prompt without its last `left` tokens, answer, and free it.
+
+        Returns:
+            The hit of each group, or by vLLM's own rule.
+        """
         length = request.num_prompt_tokens
-        self.to_load = length - 1
+        self.to_load = length - left
+        self.manager.new_step_starts()
         ask = self.manager.get_computed_blocks_for_connector if each_group else self.vllm
         blocks, hit, _, diverged = ask(request)
         external = max(0, self.to_load - hit)

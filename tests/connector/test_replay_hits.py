@@ -8,16 +8,19 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from vllm.v1.request import Request
 
 from connector.test_group_hits import BLOCK, MIXES, Decode, request_of
 from kvhma._kvhma import prefix_hits
+from kvhma.geometry import Group
+from support.pairs import HERE, latent, rank, state
 
-KINDS = {
-    "FullAttentionSpec": lambda spec: ("full", 0),
-    "MLAAttentionSpec": lambda spec: ("full", 0),
-    "SlidingWindowSpec": lambda spec: ("window", spec.sliding_window),
-    "ChunkedLocalAttentionSpec": lambda spec: ("chunk", spec.attention_chunk_size),
-    "MambaSpec": lambda spec: ("state", 0),
+GROUPS = {
+    "FullAttentionSpec": lambda spec: Group("full", BLOCK),
+    "MLAAttentionSpec": lambda spec: Group("mla", BLOCK),
+    "SlidingWindowSpec": lambda spec: Group("sliding", BLOCK, window=spec.sliding_window),
+    "ChunkedLocalAttentionSpec": lambda spec: Group("chunked", BLOCK, chunk=spec.attention_chunk_size),
+    "MambaSpec": lambda spec: Group("ssm", BLOCK),
 }
 UNIT = 24
 """Tokens of a node: blocks end within nodes and across them."""
@@ -54,7 +57,9 @@ class Traffic:
             self.tokens.append([one * 100 + at for one, many in zip(path, lengths, strict=True) for at in range(many)])
 
     def hits(self, mix: str, pool: int, side: str) -> np.ndarray:
-        groups = [(*KINDS[type(spec).__name__](spec), BLOCK, 1) for spec in MIXES[mix]]
+        groups = [GROUPS[type(spec).__name__](spec) for spec in MIXES[mix]]
+        pages = [state() if group.kind == "ssm" else latent(BLOCK) for group in groups]
+        layers = [(f"layers.{at}", at, page) for at, page in enumerate(pages)]
         number = len(self.tokens)
         found = prefix_hits(
             np.concatenate(self.paths).astype(np.int64),
@@ -63,7 +68,8 @@ class Traffic:
             np.array([len(tokens) for tokens in self.tokens], np.uint32),
             np.array(self.answers if side != "prefill" else [1] * number, np.uint32),
             np.zeros(number, np.uint32),
-            groups,
+            rank(HERE, groups, layers).core,
+            [(at, 1) for at in range(len(groups))],
             pool,
             side,
         )
@@ -75,35 +81,21 @@ class Engine(Decode):
 
     def hits_of(self, tokens: list[int], answer: int, side: str) -> list[int]:
         request = request_of(f"r{random.random()}", tokens)
-        self.to_load = 0 if side == "prefill" else len(tokens)
-        ask = self.vllm if side == "one hit" else self.manager.get_computed_blocks_for_connector
-        blocks, hit, _ = self.manager.get_computed_blocks(request) if side == "prefill" else ask(request)[:3]
-        found = [len(group) * BLOCK for group in blocks.blocks]
-        external, steps = 0, list(self.steps(len(tokens), hit))
-        if side != "prefill":
-            # D computes the last token itself if there is a state.
-            left = int(self.manager.kv_cache_config.has_mamba_layers)
-            external, steps = len(tokens) - left - hit, [0, left][: 1 + left]
-        for index, step in enumerate(steps):
+        if side == "prefill":
+            return self.prefill(request)
+        # D computes the last token itself if there is a state.
+        left = int(self.manager.kv_cache_config.has_mamba_layers)
+        return self.serve(request, answer - 1 + left, each_group=side == "each group", left=left)
+
+    def prefill(self, request: Request) -> list[int]:
+        blocks, hit, _ = self.manager.get_computed_blocks(request)
+        for index, step in enumerate(self.steps(request.num_tokens, hit)):
             self.manager.new_step_starts()
-            slots = self.manager.allocate_slots(
-                request,
-                step,
-                num_new_computed_tokens=0 if index else hit,
-                new_computed_blocks=None if index else blocks,
-                num_external_computed_tokens=0 if index else external,
-                delay_cache_blocks=bool(external) and not index,
-            )
-            assert slots is not None
-            request.num_computed_tokens += (0 if index else hit + external) + step
-            if external:
-                self.manager.cache_blocks(request, request.num_computed_tokens)
-        for token in range(answer - 1 if side != "prefill" else 0):
-            request.append_output_token_ids(-token - 1)
-            assert self.manager.allocate_slots(request, 1) is not None
-            request.num_computed_tokens += 1
+            of_hit = {} if index else {"num_new_computed_tokens": hit, "new_computed_blocks": blocks}
+            assert self.manager.allocate_slots(request, step, **of_hit) is not None
+            request.num_computed_tokens += step + (0 if index else hit)
         self.manager.free(request)
-        return found
+        return [len(group) * BLOCK for group in blocks.blocks]
 
     def steps(self, tokens: int, hit: int) -> Iterator[int]:
         """A step ends at the last whole block if there are states, as vLLM's scheduler does it."""

@@ -7,6 +7,7 @@ tests/connector/test_replay_hits.py compares hits with vLLM's own manager of blo
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from kvhma.models import model
 from kvhma.replay.report import engines_of, hits_of, replay, without_clipping
 from kvhma.replay.traces import Trace, read_trace
 from support.cli_run import cli, refused
+from support.pairs import HERE, latent, rank
 
 TRACES = Path(__file__).parents[3] / "shared/traces"
 LINKS = {f"{rate}": kvhma.Link(3e-6, rate * 1e9 / 8) for rate in (10, 25, 100, 400)}
@@ -227,7 +229,8 @@ ARRAYS: dict[str, Any] = {
     "prompts": np.array([20, 16], np.uint32),
     "answers": np.array([1, 1], np.uint32),
     "engines": np.array([0, 1], np.uint32),
-    "groups": [("full", 0, 16, 1)],
+    "geometry": rank(HERE, [kvhma.Group("full", 16)], [("a", 0, latent(16))]).core,
+    "groups": [(0, 1)],
     "pool": 100,
     "side": "prefill",
 }
@@ -238,7 +241,7 @@ WRONG_ARRAYS: dict[str, Any] = {
     "prompts": np.array([19, 16], np.uint32),
     "answers": np.array([1], np.uint32),
     "engines": np.array([0, 1 << 20], np.uint32),
-    "groups": [("window", 0, 16, 1)],
+    "groups": [(1, 1)],
     "side": "other",
 }
 
@@ -265,6 +268,8 @@ def test_routes(tmp_path: Path) -> None:
     routes = {route: engines_of(trace, route, 2).tolist() for route in ("turns", "session", "hash", "round-robin")}
     assert routes == {"turns": [0, 1, 0, 0], "session": [0, 1, 0, 0], "hash": [0, 0, 0, 1], "round-robin": [0, 1, 0, 1]}
     assert engines_of(trace, "turns", 1).tolist() == [0] * 4
+    without = replace(trace, sessions=None)
+    assert engines_of(without, "session", 2).tolist() == [0, 1, 0, 1]
 
 
 def test_the_command(tmp_path: Path) -> None:

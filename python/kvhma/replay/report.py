@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvhma._kvhma import prefix_hits
-from kvhma.costs import HandOffCost, Link, cost
+from kvhma.costs import Costs, HandOffCost, Link, cost
 from kvhma.geometry import Geometry, Group
 from kvhma.replay.traces import Paths, Trace
 
@@ -45,29 +45,25 @@ def engines_of(trace: Trace, route: Route, number: int) -> NDArray[np.uint32]:
     Returns:
         uint32 of shape (n,).
     """
-    in_turn = np.arange(len(trace)) % number
-    if number == 1 or route == "round-robin":
-        return in_turn.astype(np.uint32)
+    found = np.arange(len(trace)) % number
     if route == "session" and trace.sessions is not None:
-        return (trace.sessions % number).astype(np.uint32)
-    paths = trace.paths
-    if paths is None:
-        return in_turn.astype(np.uint32)
-    nodes, _, offsets = paths
-    if route == "hash":
+        found = trace.sessions % number
+    elif route == "hash" and trace.paths is not None:
+        nodes, _, offsets = trace.paths
         has_nodes = np.diff(offsets.astype(np.int64)) > 0
         first = np.zeros(len(trace), np.int64)
         first[has_nodes] = nodes[offsets[:-1][has_nodes].astype(np.int64)]
-        _, found = np.unique(first, return_inverse=True)
-        return np.asarray(found % number).astype(np.uint32)
-    return _turns(paths, number)
+        found = np.unique(first, return_inverse=True)[1] % number
+    elif route == "turns" and trace.paths is not None and number > 1:
+        found = _turns(trace.paths, number)
+    return found.astype(np.uint32)
 
 
-def _turns(paths: Paths, number: int) -> NDArray[np.uint32]:
+def _turns(paths: Paths, number: int) -> NDArray[np.int64]:
     bounds = paths.offsets.tolist()
     last: dict[int, int] = {}
     """The engine of the last prompt that ended with a node, or with a part of the node after it."""
-    found, fresh = np.zeros(len(bounds) - 1, np.uint32), 0
+    found, fresh = np.zeros(len(bounds) - 1, np.int64), 0
     for request in range(len(found)):
         path = paths.nodes[bounds[request] : bounds[request + 1]].tolist()
         engine = next((last[node] for node in reversed(path) if node in last), None)
@@ -96,30 +92,24 @@ def hits_of(
     groups = ranks[0].groups
     if trace.paths is None:
         return np.zeros((len(groups), len(trace)), np.int64)
-    # Groups that keep the same tokens in equal blocks have the same hits.
-    alike: dict[tuple[str, int, int], int] = {}
+    # Equal groups have the same hits.
+    block_bytes = dict.fromkeys(groups, 0)
     for rank in ranks:
         for layer in rank.layers:
-            form = _form(groups[layer.group])
-            alike[form] = alike.get(form, 0) + layer.block_stride
+            block_bytes[groups[layer.group]] += layer.block_stride
     answers = trace.answers if side != "prefill" else np.ones(len(trace))
     found = prefix_hits(
         *trace.paths,
         trace.prompts.astype(np.uint32),
         answers.astype(np.uint32),
         engines,
-        [(*form, nbytes) for form, nbytes in alike.items()],
+        ranks[0].core,
+        [(groups.index(group), nbytes) for group, nbytes in block_bytes.items()],
         pool,
         side,
     )
-    rows = dict(zip(alike, found.reshape(len(alike), len(trace)).astype(np.int64), strict=True))
-    return np.array([rows.get(_form(group), np.zeros(len(trace), np.int64)) for group in groups])
-
-
-def _form(group: Group) -> tuple[str, int, int]:
-    """Return what a group keeps, the size of its window or chunk, and the tokens of its blocks."""
-    kept = ("window", group.window) if group.window else ("chunk", group.chunk) if group.chunk else ("full", 0)
-    return (*(("state", 0) if group.kind == "ssm" else (kept[0], kept[1] or 0)), group.tokens_per_entry)
+    rows = dict(zip(block_bytes, found.reshape(-1, len(trace)).astype(np.int64), strict=True))
+    return np.array([rows[group] for group in groups])
 
 
 def _whole(group: Group) -> Group:
@@ -161,8 +151,14 @@ def replay(
     """
     costs = cost(decode, prefill, fixed_seconds=fixed_seconds)
     at_p, at_d = (engines_of(trace, route, number) for number in engines)
-    priced = {"whole": cost(without_clipping(decode), without_clipping(prefill)).of_each(trace.prompts)}
-    priced["clipped"] = costs.of_each(trace.prompts)
+    # Without a hit the length alone decides, and many requests have the same.
+    lengths, which = np.unique(trace.prompts, return_inverse=True)
+
+    def without_hits(of: HandOffCost, link: Link | None = None) -> Costs:
+        return Costs._make(column[which] for column in of.of_each(lengths, link=link))
+
+    priced = {"whole": without_hits(cost(without_clipping(decode), without_clipping(prefill)))}
+    priced["clipped"] = without_hits(costs)
     if trace.paths is not None:
         sides: tuple[tuple[str, Side], ...] = (("one_hit", "one hit"), ("each_group", "each group"))
         for name, side in sides:
@@ -187,7 +183,9 @@ def replay(
         found["prefill"] |= {"busy": float(computed.sum()) / span, "busy_with_cache": float(missing.sum()) / span}
     sent = priced["clipped"].bytes * 8e-9 / computed
     found["prefill"]["gigabits_per_second"] = {"median": float(np.median(sent)), "p99": float(np.percentile(sent, 99))}
-    found["faster_on_d"] = {name: _faster(costs, trace, link, speeds[1]) for name, link in links.items()}
+    found["faster_on_d"] = {
+        name: _faster(without_hits(costs, link), trace.prompts / speeds[1]) for name, link in links.items()
+    }
     return found
 
 
@@ -206,11 +204,9 @@ def _rates(seconds: NDArray[np.float64], nbytes: NDArray[np.int64]) -> dict[str,
     return found
 
 
-def _faster(costs: HandOffCost, trace: Trace, link: Link, speed: float) -> dict[str, float]:
-    """Return the shares of requests that D computes at least as fast as it reads them, without a hit."""
-    found = costs.of_each(trace.prompts, link=link)
-    limit = trace.prompts / speed
+def _faster(read: Costs, limit: NDArray[np.float64]) -> dict[str, float]:
+    """Return the shares of requests that are read no faster than within a limit, the seconds of each."""
     return {
-        "in_a_row": float((found.seconds >= limit).mean()),
-        "scattered": float((found.most_seconds >= limit).mean()),
+        "in_a_row": float((read.seconds >= limit).mean()),
+        "scattered": float((read.most_seconds >= limit).mean()),
     }

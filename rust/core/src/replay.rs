@@ -7,28 +7,26 @@ use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::ops::Range;
 
-/// What a group of an engine's cache holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kept {
-    /// All tokens.
-    All,
-    /// The last tokens, as many as a window has.
-    Window(u64),
-    /// The tokens since the last multiple of a chunk.
-    Chunk(u64),
-    /// A state after some tokens.
-    State,
+use crate::geometry::types::{Group, Kind};
+
+/// A group of an engine's cache.
+#[derive(Clone, Debug)]
+pub struct CacheGroup {
+    /// What its blocks hold.
+    pub group: Group,
+    /// Bytes of a block in all layers and ranks, at least 1.
+    pub bytes: u64,
 }
 
-/// A group of layers with a block table.
-#[derive(Clone, Copy, Debug)]
-pub struct CacheGroup {
-    /// What a request needs after its last token.
-    pub kept: Kept,
-    /// Tokens of a block.
-    pub block: u64,
-    /// Bytes of a block in all layers and ranks.
-    pub bytes: u64,
+impl CacheGroup {
+    fn is_state(&self) -> bool {
+        matches!(self.group.kind, Kind::Ssm { .. })
+    }
+
+    /// Whether a request needs all its tokens.
+    fn is_whole(&self) -> bool {
+        matches!(self.group.kind, Kind::Full | Kind::Mla | Kind::Opaque)
+    }
 }
 
 /// What fills a cache, and how its hits are chosen.
@@ -159,10 +157,10 @@ impl<'a> Cache<'a> {
     fn run(&mut self, prompt: &Prompt<'_>) -> Vec<u64> {
         let limit = prompt.tokens - 1;
         let runs: Vec<Vec<(u64, u64)>> = (0..self.groups.len()).map(|group| self.runs(prompt, group)).collect();
-        let hit = |group: usize, limit: u64| longest_hit(&runs[group], self.groups[group], limit);
+        let hit = |group: usize, limit: u64| longest_hit(&runs[group], &self.groups[group].group, limit);
         let numbers = 0..self.groups.len();
-        let has_state = self.groups.iter().any(|group| group.kept == Kept::State);
-        let full = numbers.clone().find(|&group| self.groups[group].kept == Kept::All);
+        let has_state = self.groups.iter().any(CacheGroup::is_state);
+        let full = numbers.clone().find(|&group| self.groups[group].is_whole());
         let own_hits = self.side == Side::DecodeEachGroup || (self.side == Side::DecodeOneHit && has_state);
         let hits: Vec<u64> = match full {
             Some(full) if own_hits => {
@@ -188,9 +186,9 @@ impl<'a> Cache<'a> {
     /// The blocks of a prompt that a group holds, as ascending ranges.
     fn runs(&self, prompt: &Prompt<'_>, group: usize) -> Vec<(u64, u64)> {
         let mut runs: Vec<(u64, u64)> = Vec::new();
-        let is_whole = self.groups[group].kept == Kept::All;
+        let is_whole = self.groups[group].is_whole();
         for (index, &node) in prompt.nodes.iter().enumerate() {
-            let (first, last) = prompt.blocks(index, self.groups[group].block);
+            let (first, last) = prompt.blocks(index, self.groups[group].group.tokens_per_entry());
             let Some(&place) = self.places.get(&(group, node)) else {
                 if is_whole && first < last {
                     break;
@@ -213,28 +211,25 @@ impl<'a> Cache<'a> {
     fn keep(&mut self, prompt: &Prompt<'_>, hits: &[u64]) {
         let tokens = prompt.tokens;
         for (number, &hit) in hits.iter().enumerate() {
-            let group = self.groups[number];
-            // Before these tokens the request holds no blocks when it ends.
-            let needed = match group.kept {
-                Kept::Window(window) => (tokens + 1).saturating_sub(window),
-                Kept::Chunk(chunk) => tokens / chunk * chunk,
-                _ => 0,
-            };
-            if group.kept == Kept::State {
+            let CacheGroup { group, .. } = &self.groups[number];
+            if self.groups[number].is_state() {
                 self.keep_states(prompt, number, hit);
                 continue;
             }
+            let block = group.tokens_per_entry();
             // Only whole blocks stay; vLLM uses others again at once.
             let after = tokens + prompt.answer.saturating_sub(1);
-            self.put_unnamed(number, after / group.block - tokens / group.block);
-            let (needed, hit) = (needed / group.block, hit / group.block);
+            let unnamed = after / block - tokens / block;
+            // Before these blocks the request holds none when it ends.
+            let (needed, hit) = (group.first_needed_token(tokens) / block, hit / block);
             // At P the blocks of the hit, and of the prompt, are used until the window has gone on. A load goes past them.
-            let used = match group.kept {
-                Kept::Window(window) => hit.saturating_sub((window - 1).div_ceil(group.block)),
-                Kept::Chunk(chunk) => hit * group.block / chunk * chunk / group.block,
+            let used = match group.kind {
+                Kind::Sliding { window } => hit.saturating_sub((window - 1).div_ceil(block)),
+                Kind::Chunked { chunk } => hit * block / chunk * chunk / block,
                 _ => needed,
             };
             let dropped = if self.side == Side::Prefill { used..needed } else { 0..0 };
+            self.put_unnamed(number, unnamed);
             for index in 0..prompt.nodes.len() {
                 self.put_part(prompt, index, number, dropped.clone());
             }
@@ -246,7 +241,7 @@ impl<'a> Cache<'a> {
     }
 
     fn put_part(&mut self, prompt: &Prompt<'_>, index: usize, group: usize, part: Range<u64>) {
-        let (first, last) = prompt.blocks(index, self.groups[group].block);
+        let (first, last) = prompt.blocks(index, self.groups[group].group.tokens_per_entry());
         let (first, last) = (first.max(part.start), last.min(part.end));
         if first < last {
             self.put((group, prompt.nodes[index]), first, last);
@@ -255,7 +250,7 @@ impl<'a> Cache<'a> {
 
     /// P keeps a state at the end of each step of its prefill; of a loaded prompt D has none at the end of a block.
     fn keep_states(&mut self, prompt: &Prompt<'_>, number: usize, hit: u64) {
-        let block = self.groups[number].block;
+        let block = self.groups[number].group.tokens_per_entry();
         let last = prompt.tokens / block;
         if self.side != Side::Prefill && prompt.tokens % block != 0 {
             return;
@@ -328,7 +323,7 @@ impl<'a> Cache<'a> {
         while self.used > self.room && self.oldest != NONE {
             let place = self.oldest;
             let held = &mut self.held[place as usize];
-            let bytes = self.groups[held.key.0].bytes.max(1);
+            let bytes = self.groups[held.key.0].bytes;
             let evicted = (self.used - self.room).div_ceil(bytes).min(held.last - held.first);
             held.last -= evicted;
             self.used -= evicted * bytes;
@@ -343,26 +338,27 @@ impl<'a> Cache<'a> {
 }
 
 /// The most tokens up to `limit` that a group with these blocks hits, in whole blocks.
-fn longest_hit(runs: &[(u64, u64)], group: CacheGroup, limit: u64) -> u64 {
-    let most = limit / group.block;
-    let blocks = match group.kept {
-        Kept::All => runs.first().filter(|run| run.0 == 0).map_or(0, |run| run.1.min(most)),
-        Kept::Window(window) => {
-            let needed = (window - 1).div_ceil(group.block);
-            let end = |&&(first, last): &&(u64, u64)| {
+fn longest_hit(runs: &[(u64, u64)], group: &Group, limit: u64) -> u64 {
+    let block = group.tokens_per_entry();
+    let most = limit / block;
+    let blocks = match group.kind {
+        Kind::Sliding { window } => {
+            let needed = (window - 1).div_ceil(block);
+            let is_enough = |&&(first, last): &&(u64, u64)| {
                 let last = last.min(most);
                 last > first && (first == 0 || last - first >= needed)
             };
-            runs.iter().rev().find(end).map_or(0, |run| run.1.min(most))
+            runs.iter().rev().find(is_enough).map_or(0, |run| run.1.min(most))
         }
-        Kept::Chunk(chunk) => {
+        Kind::Chunked { chunk } => {
             // The null blocks before the chunk count as hits.
-            let start = limit / chunk * chunk / group.block;
+            let start = limit / chunk * chunk / block;
             runs.iter().find(|run| (run.0..run.1).contains(&start)).map_or(start, |run| run.1.min(most).max(start))
         }
-        Kept::State => runs.iter().rev().find(|run| run.0 < most).map_or(0, |run| run.1.min(most)),
+        Kind::Ssm { .. } => runs.iter().rev().find(|run| run.0 < most).map_or(0, |run| run.1.min(most)),
+        Kind::Full | Kind::Mla | Kind::Opaque => runs.first().filter(|run| run.0 == 0).map_or(0, |run| run.1.min(most)),
     };
-    blocks * group.block
+    blocks * block
 }
 
 /// Mixes the bits of a key: the names of nodes often count up.

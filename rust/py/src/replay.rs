@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-use kvhma_core::replay::{self, CacheGroup, Kept, Requests, Side};
+use kvhma_core::replay::{self, CacheGroup, Requests, Side};
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
 
 use crate::error::type_error;
+use crate::geometry::read_geometry;
 
 /// Return the tokens that the groups of engines' caches hit, for each request of a trace.
 ///
@@ -14,8 +15,8 @@ use crate::error::type_error;
 ///     prompts: uint32 of shape (n,), tokens.
 ///     answers: uint32 of shape (n,), tokens that the engine decodes.
 ///     engines: uint32 of shape (n,), numbers of engines.
-///     groups: for each group what it keeps (``full``, ``window``, ``chunk``, ``state``), the size of a window or
-///         chunk, the tokens of a block and its bytes.
+///     geometry: a rank of an engine, which has the groups.
+///     groups: numbers of groups, and the bytes of a block of each in all layers and ranks.
 ///     pool: bytes of an engine's cache.
 ///     side: ``prefill``, ``one hit`` or ``each group``.
 ///
@@ -34,7 +35,8 @@ pub(crate) fn prefix_hits<'py>(
     prompts: PyReadonlyArray1<'py, u32>,
     answers: PyReadonlyArray1<'py, u32>,
     engines: PyReadonlyArray1<'py, u32>,
-    groups: Vec<(String, u64, u64, u64)>,
+    geometry: &Bound<'py, PyAny>,
+    groups: Vec<(usize, u64)>,
     pool: u64,
     side: &str,
 ) -> PyResult<Bound<'py, PyArray1<u32>>> {
@@ -52,20 +54,13 @@ pub(crate) fn prefix_hits<'py>(
         "each group" => Side::DecodeEachGroup,
         other => return Err(type_error(py, "side", other, "is no side")),
     };
-    let read = |(kept, size, block, bytes): (String, u64, u64, u64)| {
-        let kept = match kept.as_str() {
-            "full" => Kept::All,
-            "window" => Kept::Window(size),
-            "chunk" => Kept::Chunk(size),
-            "state" => Kept::State,
-            other => return Err(type_error(py, "groups", other, "is no kind")),
-        };
-        if block == 0 || (size == 0 && matches!(kept, Kept::Window(_) | Kept::Chunk(_))) {
-            return Err(type_error(py, "groups", "0", "must be 1 or more"));
-        }
-        Ok(CacheGroup { kept, block, bytes })
+    let known = read_geometry("geometry", geometry)?;
+    let known = known.get().geometry.groups();
+    let find = |(number, bytes): (usize, u64)| {
+        let group = known.get(number).cloned().map(|group| CacheGroup { group, bytes: bytes.max(1) });
+        group.ok_or_else(|| type_error(py, "groups", &number.to_string(), "is no group"))
     };
-    let groups = groups.into_iter().map(read).collect::<PyResult<Vec<_>>>()?;
+    let groups = groups.into_iter().map(find).collect::<PyResult<Vec<_>>>()?;
     if !requests.is_sound() {
         return Err(type_error(py, "nodes", "", "do not fit the other arrays"));
     }
