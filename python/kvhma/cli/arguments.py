@@ -93,19 +93,18 @@ _REQUEST_OPTIONS = (
 )
 
 
-def model_options(command: F) -> F:
+def model_options(command: F, *, required: bool = True) -> F:
     """Add MODEL and the options that describe two engines; the command makes :class:`Arguments` of them."""
     for option in reversed(_MODEL_OPTIONS):
         command = option(command)
-    return click.argument("model", shell_complete=complete_model)(command)
+    return click.argument("model", required=required, shell_complete=complete_model)(command)
 
 
 def hand_off_options(command: F) -> F:
     """Add MODEL and the options that describe a hand-off; the command makes :class:`Arguments` of them."""
-    first, second, *rest = _MODEL_OPTIONS
-    for option in reversed((first, second, *_REQUEST_OPTIONS[:2], *rest, *_REQUEST_OPTIONS[2:])):
+    for option in reversed(_REQUEST_OPTIONS):
         command = option(command)
-    return click.argument("model", required=False, shell_complete=complete_model)(command)
+    return model_options(command, required=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from kvhma.cli.arguments import FILE, Arguments, model_options
 from kvhma.cli.cost import ROOM
 from kvhma.cli.format import Sheet, output_options, print_json, print_sheets, progress
 from kvhma.cli.link_file import load_link
-from kvhma.cli.values import ParamType, Speeds
+from kvhma.cli.values import Bytes, Engines, Speeds
 from kvhma.costs import DEFAULT_LINK, Link
 from kvhma.replay.report import LINKS, WITHOUT_END, Route, replay
 from kvhma.replay.traces import Trace, read_trace
@@ -25,37 +25,6 @@ _RULES = {
     "one_hit": "and D's cache, one hit for all groups",
     "each_group": "and D's cache, a hit of each group",
 }
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
-class Bytes(ParamType):
-    """A number of bytes, as 400GB."""
-
-    name = "bytes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the number."""
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"(\d{1,9})([KMGT]B)?", value.strip().upper(), re.ASCII)
-        if not match:
-            self.fail(f"{value!a}: must be bytes, as 400GB", param, ctx)
-        return int(match[1]) * _UNITS[match[2] or ""]
-
-
-class Engines(ParamType):
-    """Numbers of prefill and decode engines, as 4P2D."""
-
-    name = "engines"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        """Return the two numbers."""
-        if isinstance(value, tuple):
-            return value
-        match = re.fullmatch(r"([1-9]\d{0,3})P([1-9]\d{0,3})D", value.strip().upper(), re.ASCII)
-        if not match:
-            self.fail(f"{value!a}: must be numbers of engines, as 4P2D", param, ctx)
-        return int(match[1]), int(match[2])
 
 
 @click.command("replay")

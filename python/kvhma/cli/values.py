@@ -18,6 +18,7 @@ else:  # older versions of click are not generic
     ParamType = click.ParamType
 
 _UNITS = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
+_BYTES = {None: 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class Tokens(ParamType):
@@ -70,6 +71,36 @@ class Speeds(Tokens):
         prefill, _, decode = value.partition("/")
         found = [super(Speeds, self).convert(word, param, ctx) for word in (prefill, decode or prefill)]
         return tuple(found)
+
+
+class Bytes(ParamType):
+    """A number of bytes, as 400GB."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d{1,9})([KMGT]B)?", value.strip().upper(), re.ASCII)
+        if not match:
+            self.fail(f"{value!a}: must be bytes, as 400GB", param, ctx)
+        return int(match[1]) * _BYTES[match[2]]
+
+
+class Engines(ParamType):
+    """Numbers of prefill and decode engines, as 4P2D."""
+
+    name = "engines"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        """Return the two numbers."""
+        if isinstance(value, tuple):
+            return value
+        match = re.fullmatch(r"([1-9]\d{0,3})P([1-9]\d{0,3})D", value.strip().upper(), re.ASCII)
+        if not match:
+            self.fail(f"{value!a}: must be numbers of engines, as 4P2D", param, ctx)
+        return int(match[1]), int(match[2])
 
 
 class Ranks(ParamType):
