@@ -463,15 +463,12 @@ def _plugins_class(model: ModelConfig) -> str:
     return " ".join([f"{kind.__module__}.{kind.__qualname__}", *versions])
 
 
-def _remote_code() -> dict[str, str]:
-    """Return a digest of the source file of each class that transformers took from a model's folder or repository."""
+def _remote_code() -> list[str]:
+    """Return each class that transformers took from a model's folder or repository, and a digest of its file."""
     kinds = {type(module) for model in held_modules() for module in model.modules()}
-    files = {
-        kind.__qualname__: inspect.getfile(kind)
-        for kind in kinds
-        if kind.__module__.startswith("transformers_modules.")
-    }
-    return {name: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] for name, path in files.items()}
+    files = {kind: inspect.getfile(kind) for kind in kinds if kind.__module__.startswith("transformers_modules.")}
+    digests = {path: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] for path in set(files.values())}
+    return sorted(f"{kind.__qualname__} {digests[path]}" for kind, path in files.items())
 
 
 def _item_settings(model: ModelConfig) -> dict[str, Any]:
