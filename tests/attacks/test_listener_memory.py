@@ -151,7 +151,7 @@ TOO_LONG = struct.pack("<I", MAX_QUESTION_BYTES + 1)
 
 def long_certificate(folder):
     """The context of a peer without the secret, whose certificate is as long as OpenSSL takes it."""
-    return untrusted_context(certificate=untrusted_certificate(folder, "stranger", padding=99_000))
+    return untrusted_context(certificate=untrusted_certificate(folder, "untrusted", padding=99_000))
 
 
 def long_hello(peer):

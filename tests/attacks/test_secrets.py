@@ -104,7 +104,7 @@ def test_an_untrusted_client_without_a_certificate_learns_nothing(address):
 
 def test_an_untrusted_client_with_its_own_certificate_learns_nothing(address, tmp_path):
     assert isinstance(
-        learned(address, untrusted_context(certificate=untrusted_certificate(tmp_path, "stranger"))), ssl.SSLError
+        learned(address, untrusted_context(certificate=untrusted_certificate(tmp_path, "untrusted"))), ssl.SSLError
     )
 
 

@@ -125,7 +125,7 @@ def served_by_hand(secrets):
         yield served, at, client, stack
 
 
-def test_strangers_do_not_take_all_of_the_time(monkeypatch):
+def test_untrusted_peers_do_not_take_all_of_the_time(monkeypatch):
     """Before, a client that opened connections without end kept a core and Python's lock busy: 0.4 ms a handshake."""
     clock = SimpleNamespace(now=100.0, used=0.0)
 
@@ -196,7 +196,7 @@ def test_questions_without_end_take_half_of_a_core_at_most(monkeypatch):
         assert (clock.slept >= 0.9 * 100 * 0.002) is not secrets.enabled
 
 
-def test_progress_of_tickets_is_not_the_time_of_strangers(monkeypatch):
+def test_progress_of_tickets_is_not_the_time_of_untrusted_peers(monkeypatch):
     """Answers to followers kept new engines waiting: the listener counted them as work for unknown peers."""
     clock = SimpleNamespace(used=0.0)
 
