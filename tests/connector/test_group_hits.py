@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,8 +15,9 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -231,6 +233,44 @@ def test_another_question_about_a_document(mix: str) -> None:
     assert d.load(document + [10**6] * 1003, answer=40) == 0
     assert d.load(document + [10**6 + 1] * 900) == 4992
     assert d.load(document[:4993]) == 4976  # of what it has completely, a token is left to the load
+
+
+LOOKUPS = {
+    "nothing": lambda document: [1] * 5000,
+    "a second question": lambda document: document + [10**6 + 1] * 900,
+    "its beginning": lambda document: document[:2005],
+    "the next turn": lambda document: [*document, *[10**6] * 1003, *range(40), *[7] * 60],
+}
+
+
+@pytest.mark.parametrize("asked", LOOKUPS)
+@pytest.mark.parametrize("mix", ["full+sliding", "full+two windows", "mla+sliding", "full+chunked"])
+def test_no_more_blocks_are_looked_up_than_by_vllm(mix: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as by vLLM's own rule, or as by its lookup of each group up to full attention's hit."""
+    looked_up, get = 0, BlockPool.get_cached_block
+
+    def counted(self: BlockPool, digest: BlockHash, groups: list[int]) -> list[KVCacheBlock] | None:
+        nonlocal looked_up
+        looked_up += 1
+        return get(self, digest, groups)
+
+    monkeypatch.setattr(BlockPool, "get_cached_block", counted)
+    d = Decode(mix)
+    document = list(range(5000))
+    d.load(document + [10**6] * 1003, answer=40)
+    request = request_of("q", LOOKUPS[asked](document))
+    counts = []
+    hit = d.ask(request, request.num_tokens - 1)[1]
+    for ask in (
+        lambda: d.ask(request, request.num_tokens - 1),
+        lambda: d.vllm(request),
+        lambda: d.manager.coordinator.find_longest_cache_hit_per_group(request.block_hashes, hit),
+    ):
+        looked_up = 0
+        ask()
+        counts.append(looked_up)
+    ours, *theirs = counts
+    assert ours <= 1.1 * max(theirs) + math.log2(request.num_tokens / BLOCK), (ours, theirs)
 
 
 def test_where_a_name_is_gone_hits_stay_as_they_are(caplog: pytest.LogCaptureFixture) -> None:

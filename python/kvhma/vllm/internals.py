@@ -154,7 +154,6 @@ def hit_each_group(manager: KVCacheManager, tokens_to_load: Callable[[Request], 
         tokens_to_load: returns how many tokens of a request are there after its load; 0 if nothing is loaded.
     """
     from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
-    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
     coordinator, config = manager.coordinator, manager.kv_cache_config
     if not isinstance(coordinator, HybridKVCacheCoordinator):
@@ -162,28 +161,45 @@ def hit_each_group(manager: KVCacheManager, tokens_to_load: Callable[[Request], 
     try:
         full, look_up = coordinator.full_attention_group_id, coordinator.find_longest_cache_hit_per_group
         ask_vllm: Callable[..., _Hit] = manager.get_computed_blocks_for_connector
-        make_blocks = manager.create_kv_cache_blocks
+        make_blocks, is_cached = manager.create_kv_cache_blocks, manager.block_pool.get_cached_block
+        hash_block = coordinator.hash_block_size
     except AttributeError as error:
         logger.warning("kvhma: D hits its prefix cache as this vLLM does, not each group by itself: %s", error)
         return
     if full is None:
         return
-    is_chunked = any(isinstance(group.kv_cache_spec, ChunkedLocalAttentionSpec) for group in config.kv_cache_groups)
+    block = coordinator.single_type_managers[full].block_size
+
+    def most_tokens(request: Request) -> int:
+        """Return a bound of full attention's hit, so that other groups are not looked up far behind it.
+
+        It is the hit itself unless blocks are missing in the middle.
+        """
+        hashes = request.block_hashes
+        found, missing = -1, min(len(hashes) * hash_block, request.num_tokens - 1) // block
+        index = 0  # most prompts have no hit
+        while index < missing:
+            if is_cached(hashes[(index + 1) * block // hash_block - 1], [full]) is not None:
+                found = index
+            else:
+                missing = index
+            index = (found + missing + 1) // 2
+        return missing * block
 
     def ask(request: Request, *more: int | None) -> _Hit:
         loaded = tokens_to_load(request)
         if loaded == 0 or more not in ((), (None,)) or not manager.prefix_cache_lookup_enabled(request):
             return ask_vllm(request, *more)
-        if config.has_mamba_layers or is_chunked:
-            # vLLM asks each group itself, or has to: the null blocks before a chunk are a hit of nearly any length.
+        if config.has_mamba_layers:  # vLLM asks each group itself
             answer = ask_vllm(request, *more)
-            _, hit, longest, diverged = answer
-            limit = min(max(hit, longest), loaded - 1)
-            is_right = limit >= hit if diverged else limit <= hit
-            if is_right or (config.has_mamba_layers and not diverged):
+            _, hit, _, diverged = answer
+            limit = loaded - 1
+            if not diverged or hit <= limit:
                 return answer
+        elif (most := most_tokens(request)) == 0:
+            return ask_vllm(request)
         else:
-            blocks, hits = look_up(request.block_hashes, request.num_tokens - 1)
+            blocks, hits = look_up(request.block_hashes, most)
             if min(hits) == max(hits):
                 return (
                     ask_vllm(request) if manager.enable_kv_cache_events else (make_blocks(blocks), hits[full], 0, False)
