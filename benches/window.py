@@ -22,7 +22,7 @@ import numpy as np
 
 from kvhma.nixl import Agent
 from kvhma.nixl.peer import Peer
-from kvhma.nixl.window import PIECE_BYTES, WINDOW_BYTES
+from kvhma.nixl.window import WINDOW_BYTES
 from support.flat import flat_geometry, labelled
 
 MIB = 1 << 20
@@ -83,7 +83,7 @@ def main() -> None:
     print(
         "# The bound of the bytes in flight over TCP\n\nMade by `benches/window.py`: two agents in two network "
         f"namespaces, reads in turns, {options.rounds} rounds, the fastest of each. The bound is {WINDOW_BYTES / MIB:g} MiB, in "
-        f"pieces of {PIECE_BYTES / MIB:g} MiB. {platform.machine()}, {os.cpu_count()} cores, load of the machine "
+        f"pieces of at most half of it. {platform.machine()}, {os.cpu_count()} cores, load of the machine "
         f"{os.getloadavg()[0]:.0f}.\n"
     )
     print("| link | load | descriptors of | without the bound | with it | ratio |\n|---|---|---|---|---|---|")

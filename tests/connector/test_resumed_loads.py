@@ -24,11 +24,10 @@ BLOCKS = [9, 3, 30, 12, 21, 6]
 
 @pytest.fixture
 def tcp(monkeypatch):
-    """Reads come over TCP, in pieces that end at no block, three of them at a time."""
+    """Reads come over TCP, in pieces that end at no block, two of them at a time."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-    monkeypatch.setattr(window, "PIECE_BYTES", PAGE // 2)
-    monkeypatch.setattr(window, "WINDOW_BYTES", PAGE * 3 // 2)
-    monkeypatch.setattr(window, "LEAST_WINDOW_BYTES", PAGE * 3 // 2)
+    monkeypatch.setattr(window, "WINDOW_BYTES", PAGE)
+    monkeypatch.setattr(window, "LEAST_WINDOW_BYTES", PAGE)
     return monkeypatch
 
 
@@ -130,7 +129,7 @@ def test_what_was_lost_is_read_again_within_the_bound(tcp, p, d, reads):
     # Pieces that were not posted before the loss are lost, too.
     assert {first[1], first[4]} <= set(again) < set(first)
     assert len(again) == len(set(again))
-    assert (taken, most) == ([0], [PAGE * 3 // 2])
+    assert (taken, most) == ([0], [PAGE])
 
 
 def test_a_connection_that_is_lost_each_time_ends_the_load(p, d, reads):

@@ -21,7 +21,7 @@ from support.flat import flat_geometry, labelled, rows_of
 from support.tries import RUNS
 from support.waiting import until
 
-WINDOW, PIECE = 4096, 1024
+WINDOW, PIECE = 4096, 2048
 SIZE = 1 << 16
 
 
@@ -93,7 +93,6 @@ class World:
 def small(monkeypatch):
     monkeypatch.setattr(window, "WINDOW_BYTES", WINDOW)
     monkeypatch.setattr(window, "LEAST_WINDOW_BYTES", WINDOW)
-    monkeypatch.setattr(window, "PIECE_BYTES", PIECE)
 
 
 def random_reads(rng, count):
@@ -155,13 +154,14 @@ def test_a_later_read_may_be_waited_for_first(nbytes):
 
 
 def test_less_is_asked_for_while_pieces_take_long(monkeypatch):
-    monkeypatch.setattr(window, "LEAST_WINDOW_BYTES", 2 * PIECE)
+    piece = WINDOW // 4
+    monkeypatch.setattr(window, "LEAST_WINDOW_BYTES", 2 * piece)
     room, read = ReadWindow(), object()
     room.enter(read)
 
     def fits():
         pieces = 0
-        while room.take_room(read, PIECE):
+        while room.take_room(read, piece):
             pieces += 1
         return pieces
 
@@ -169,20 +169,34 @@ def test_less_is_asked_for_while_pieces_take_long(monkeypatch):
     held = fits()
     seen = [held]
     for seconds in [slow] * 20 + [fast] * 20 + [slow] * 20:
-        room.return_room(PIECE, seconds)
+        room.return_room(piece, seconds)
         held += fits() - 1
         seen.append(held)
     assert (seen[0], seen[20], seen[40], seen[60]) == (4, 2, 4, 2), "between the two bounds"
     assert seen[20:41] == sorted(seen[20:41])
     assert seen[40:] == sorted(seen[40:], reverse=True)
+    assert room.piece_bytes == piece
     room.leave(read)
     for _ in range(20):  # small reads say nothing: the window is not full
-        room.return_room(PIECE, fast)
+        room.return_room(piece, fast)
         room.enter(read)
-        assert room.take_room(read, PIECE)
+        assert room.take_room(read, piece)
         room.leave(read)
     room.enter(read)
     assert fits() == 0
+
+
+def test_a_piece_that_was_cut_for_a_larger_window_is_in_flight_alone(monkeypatch):
+    monkeypatch.setattr(window, "LEAST_WINDOW_BYTES", WINDOW // 4)
+    room, read = ReadWindow(), object()
+    nbytes = room.piece_bytes
+    room.enter(read)
+    assert room.take_room(read, nbytes)
+    for _ in range(3):
+        room.return_room(nbytes, window.PIECE_SECONDS * 2)
+        assert room.take_room(read, nbytes)
+        assert not room.take_room(read, 1)
+    assert room.piece_bytes == WINDOW // 8
 
 
 def test_each_peer_has_a_window_of_its_own():
@@ -316,10 +330,9 @@ def test_threads_share_a_window():
 
 def test_rows_are_cut_alike_on_both_sides():
     local, remote = (
-        np.array([(base, 700, 3), (base + 5000, 0, 3), (base + 9000, 2 * PIECE, 4)], np.uint64)
-        for base in (10**6, 2**63)
+        np.array([(base, 700, 3), (base + 5000, 0, 3), (base + 9000, 2048, 4)], np.uint64) for base in (10**6, 2**63)
     )
-    pieces = cut_rows(local, remote)
+    pieces = cut_rows(local, remote, 1024)
     assert [own.tolist() for own, _ in pieces] == [
         [[10**6, 700, 3], [10**6 + 9000, 324, 4]],
         [[10**6 + 9324, 1024, 4]],
@@ -331,7 +344,7 @@ def test_rows_are_cut_alike_on_both_sides():
         assert own.flags.c_contiguous
         assert there.flags.c_contiguous
     small = rows_of(np.zeros(8192, np.uint8), [0, 1], 100)
-    ((own, there),) = cut_rows(small, small)
+    ((own, there),) = cut_rows(small, small, 1024)
     assert (own == small).all()
     assert (there == small).all()
 
@@ -373,7 +386,7 @@ def test_the_kernel_counts_what_a_connection_receives():
 @pytest.mark.parametrize("tcp", [True, False])
 def test_the_second_read_of_a_connection_decides(monkeypatch, tcp):
     """The first one sets it up, which takes long, and others may receive much meanwhile."""
-    monkeypatch.setattr(window, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(window, "WINDOW_BYTES", 8192)
     world = World(polls=0)
     counts = itertools.count(1)
 

@@ -408,7 +408,7 @@ class Agent:
         if peer.window is not None:
             if local[:, 1].max() > self._memory.longest:  # before it is cut into too many pieces
                 raise RequestError(f"a row of {local[:, 1].max()} bytes is longer than any registered memory")
-            cut = cut_rows(local, remote)
+            cut = cut_rows(local, remote, peer.window.piece_bytes)
         own, later = (notif, b"") if len(cut) == 1 else (b"", notif)
         pieces = [
             Piece(_making(peer, *rows, own, local_memory, remote_memory), int(rows[0][:, 1].sum())) for rows in cut

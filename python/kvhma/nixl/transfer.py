@@ -19,6 +19,8 @@ from kvhma.nixl.window import ReadWindow
 
 _LONGEST_SLEEP = 1e-3
 _DRAIN_SLEEP = 5e-4
+_ASK_SECONDS = 2e-3
+"""Longest pause between questions while pieces wait for room: a question stops NIXL's thread, which receives them."""
 
 
 class Telemetry(NamedTuple):
@@ -94,6 +96,8 @@ class TransferHandle:
     _posted: deque[MadePiece] = field(default_factory=deque, init=False)
     _measured: list[Telemetry | None] = field(default_factory=list, init=False)
     _error: KvhmaError | None = field(default=None, init=False)
+    _ask_at: float = field(default=0.0, init=False)
+    _piece_seconds: float = field(default=0.0, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def poll(self) -> Literal["running", "done"]:
@@ -168,6 +172,10 @@ class TransferHandle:
 
     def _step(self) -> None:
         """Ask for the state of what is posted, and post what there is room for."""
+        if self._unposted and self._posted:
+            if (now := time.monotonic()) < self._ask_at:
+                return
+            self._ask_at = now + min(_ASK_SECONDS, self._piece_seconds / 2)
         # The peer serves them in order, and each question takes the transport's lock.
         while self._posted and self._advance(self._posted[0], self._nixl.check_xfer_state, "lost"):
             pass
@@ -215,7 +223,8 @@ class TransferHandle:
                 self._error = self._error or error
         self._posted.remove(piece)
         if self._window is not None:
-            self._window.return_room(piece.nbytes, time.monotonic() - piece.posted_at)
+            self._piece_seconds = time.monotonic() - piece.posted_at
+            self._window.return_room(piece.nbytes, self._piece_seconds)
         if not self._kept:
             self._owner.release(piece.handle)
         return True

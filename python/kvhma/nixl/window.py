@@ -20,9 +20,6 @@ WINDOW_BYTES = 4 << 20
 LEAST_WINDOW_BYTES = 1 << 20
 """The bound while pieces take long."""
 
-PIECE_BYTES = 1 << 19
-"""Most bytes of one piece: several fit in the window, so that they overlap."""
-
 PIECE_SECONDS = 2e-2
 """A piece that takes longer has waited at the peer, because the link is slow or the peer serves others, too."""
 
@@ -40,16 +37,24 @@ class ReadWindow:
         self._in_flight = 0
         self._queue: dict[object, None] = {}
 
+    @property
+    def piece_bytes(self) -> int:
+        """Most bytes of a piece of a read that begins now: two of them overlap."""
+        return self._limit // 2
+
     def enter(self, read: object) -> None:
         """Let a read wait for room, after those that wait already."""
         with self._lock:
             self._queue[read] = None
 
     def take_room(self, read: object, nbytes: int) -> bool:
-        """Take room for a piece of a read; return False if the window is full, or if it is not the read's turn."""
+        """Take room for a piece of a read; return False if the window is full, or if it is not the read's turn.
+
+        A piece that was cut for a larger window is in flight alone.
+        """
         with self._lock:
             is_first = next(iter(self._queue), None) is read
-            if not is_first or self._in_flight + nbytes > self._limit:
+            if not is_first or (self._in_flight and self._in_flight + nbytes > self._limit):
                 return False
             self._in_flight += nbytes
             return True
@@ -70,19 +75,20 @@ class ReadWindow:
 
 
 def cut_rows(
-    local: NDArray[np.uint64], remote: NDArray[np.uint64]
+    local: NDArray[np.uint64], remote: NDArray[np.uint64], piece_bytes: int
 ) -> list[tuple[NDArray[np.uint64], NDArray[np.uint64]]]:
-    """Cut a read into pieces of :data:`PIECE_BYTES`, in its order. Rows that cross from one piece to the next are cut.
+    """Cut a read into pieces, in its order. Rows that cross from one piece to the next are cut.
 
     ::
 
         rows      |------a------|--b--|---------c---------|
         pieces    |-----a-----|a|--b--|---c---|-----c-----|
-                  0           1               2           3 PIECE_BYTES
+                  0           1               2           3 piece_bytes
 
     Args:
         local: rows ``(addr, len, device)`` to write, uint64 of shape (n, 3).
         remote: rows to read, with equal lengths.
+        piece_bytes: bytes of each piece but the last one.
 
     Returns:
         Local and remote rows of each piece.
@@ -91,12 +97,12 @@ def cut_rows(
         RequestError: the lengths differ. One piece is not checked: NIXL does it.
     """
     ends = np.cumsum(local[:, 1])
-    if ends[-1] <= PIECE_BYTES:
+    if ends[-1] <= piece_bytes:
         return [(local, remote)]
     if not np.array_equal(local[:, 1], remote[:, 1]):
         raise RequestError("local and remote descriptors differ in length")
     before = ends - local[:, 1]
-    cuts = np.arange(PIECE_BYTES, int(ends[-1]), PIECE_BYTES, dtype=np.uint64)
+    cuts = np.arange(piece_bytes, int(ends[-1]), piece_bytes, dtype=np.uint64)
     starts = np.union1d(before, cuts)
     row = np.searchsorted(before, starts, side="right") - 1
     offset, length = starts - before[row], np.diff(np.append(starts, ends[-1]))
