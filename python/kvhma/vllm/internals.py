@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 OwnerT = TypeVar("OwnerT")
 
-_PROMPT_FIELDS = ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids")
-"""Fields of vLLM's request with an entry for each token of the prompt; None if the prompt has no such entries."""
-
 _LOOP = ("input_queue", "is_running", "is_scheduler_paused")
 """Attributes of vLLM's loop that are used here."""
 
@@ -247,12 +244,18 @@ def shorten_prompt(request: Request, num_tokens: int) -> None:
 
     The block hashes of the whole prompt stay: vLLM uses them only for computed tokens.
     """
-    # Copies: samples of a prompt share its lists if engine and front end are one process.
-    for name in _PROMPT_FIELDS:
-        if (tokens := getattr(request, name, None)) is not None:
-            setattr(request, name, tokens[:num_tokens])
-    # In place: the request's public view shows this list.
+    # In place: the request's public view shows this list, which vLLM has copied from the prompt's.
     del request._all_token_ids[num_tokens:]
+    whole, mask = request.prompt_token_ids, getattr(request, "prompt_is_token_ids", None)
+    # The prompt's own list is not cut: samples share it if engine and front end are one process. It stays with the
+    # request, and vLLM frees both. To copy or to free it here takes 0.5 ms for 131,000 tokens.
+    vars(request)["whole_prompt"] = whole
+    if whole is not None and mask is not None:  # the copy has zeros where embeddings are
+        request.prompt_token_ids, request.prompt_is_token_ids = whole[:num_tokens], mask[:num_tokens]
+    elif whole is not None:
+        request.prompt_token_ids = request._all_token_ids
+    if request.prompt_embeds is not None:
+        request.prompt_embeds = request.prompt_embeds[:num_tokens]
     request.num_prompt_tokens = num_tokens
     request.max_tokens = 1
 
