@@ -138,3 +138,29 @@ def test_an_option_that_overrides_nothing_is_never_called(monkeypatch: pytest.Mo
         d.reset_cache()
         d.on_request_finished(asked, tables(d))
     assert steps.number == 1
+
+
+def test_an_option_that_is_asleep_is_called_once_it_is_awake() -> None:
+    class Steps(SchedulerDoor):
+        asleep = True
+
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def on_request_added(self, request: Any, params: Any) -> bool:
+            self.calls.append("added")
+            if params.get("wakes"):
+                d.context.rooms.wake(self)
+            return False
+
+        def on_step(self, output: Any, metadata: Any) -> bool:
+            self.calls.append("step")
+            return False
+
+    with contextlib.closing(scheduler()) as d:
+        steps = Steps()
+        d.context.rooms = Rooms(SchedulerDoor, [*d.context.rooms, steps])
+        for name in ("none", "wakes", "more"):
+            d.on_request_added(request(name, params={"do_remote_decode": True, name: True}))
+            d.on_step(STEP)
+    assert steps.calls == ["added", "added", "step", "added", "step"]

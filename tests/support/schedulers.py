@@ -63,6 +63,7 @@ def scheduler(
         may_wait=may_wait,
         options=(
             *WITHOUT_SETTING,
+            "spans",
             *(["pictures"] if more.get("mm_items") == "trust_prefill" else []),
             *(["staging"] if staging is not None else []),
             *(["digests"] if more.get("content_digests") else []),

@@ -12,6 +12,7 @@ import torch
 
 from kvhma.geometry import Span
 from kvhma.nixl import Agent, key_hash
+from kvhma.vllm.config.rooms import WITHOUT_SETTING
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.device.memory import DeviceMemory
 from kvhma.vllm.holds.lease_table import LeaseTable
@@ -129,7 +130,8 @@ class Decode:
         agent = Agent(f"D{next(Prefill.numbers)}")
         agent.register(geometry)
         read = Settings.read({"handshake_timeout": 5, **settings})
-        context = WorkerContext(read, Secrets(), "d", IDENTITY, geometry, agent, may_wait=may_wait)
+        options = (*WITHOUT_SETTING, "spans")
+        context = WorkerContext(read, Secrets(), "d", IDENTITY, geometry, agent, may_wait=may_wait, options=options)
         self.worker = KvhmaWorker(context, blocks)
         self.worker.be_ready()
 

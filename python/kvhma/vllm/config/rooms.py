@@ -11,8 +11,8 @@ from kvhma.errors import SettingsError
 
 _OPTIONS = "kvhma.vllm.options"
 
-WITHOUT_SETTING = ("tickets", "spans")
-"""Options that requests ask for: each engine has those whose folders are there. Spans are last, to mark all reads."""
+WITHOUT_SETTING = ("tickets",)
+"""Options that requests ask for: each engine has those whose folders are there."""
 
 ASKED_BY_KEY = {"kvhma_ticket": "tickets"}
 """The options that a request asks for by a key of its ``kv_transfer_params``."""

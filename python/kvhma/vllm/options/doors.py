@@ -37,9 +37,11 @@ class SchedulerDoor:
 
     Attributes:
         changes_prompts: whether a prompt may be another once D has P's parameters.
+        asleep: whether the option needs no calls but those of `WAKING`, until :meth:`Rooms.wake`.
     """
 
     changes_prompts = False
+    asleep = False
 
     @classmethod
     def facts(cls, config: VllmConfig, caches: KVCacheConfig, settings: Settings) -> Any:
@@ -187,10 +189,14 @@ class WorkerDoor:
         """Stop the option's threads. No more calls follow; the caches are still registered."""
 
 
+WAKING = ("on_request_added", "on_request_rejected", "answer_questions")
+"""Calls that an option gets while it is asleep: what comes by them may wake it."""
+
+
 class Rooms(tuple[Any, ...]):
     """The options of an engine, and for each call of their door a tuple of the methods that override it.
 
-    So a call that no option overrides costs an empty loop.
+    So a call that no option overrides, or only options that are asleep, costs an empty loop.
     """
 
     def __new__(cls, door: type, rooms: Iterable[Any] = ()) -> Rooms:
@@ -199,8 +205,15 @@ class Rooms(tuple[Any, ...]):
         for name, default in vars(door).items():
             if inspect.isfunction(default):
                 overriding = [room for room in made if getattr(type(room), name) is not default]
-                vars(made)[name] = tuple(getattr(room, name) for room in overriding)
+                awake = [room for room in overriding if name in WAKING or not getattr(room, "asleep", False)]
+                vars(made)[name] = tuple(getattr(room, name) for room in awake)
         return made
+
+    def wake(self, room: SchedulerDoor) -> None:
+        """Make all calls of an option from now on."""
+        if room.asleep:
+            room.asleep = False
+            vars(self).update(vars(Rooms(SchedulerDoor, self)))
 
     if TYPE_CHECKING:
 

@@ -83,6 +83,7 @@ class Room(SettlingRequests):
                 self._cancel_ticket(ticket)
                 decode.move_load(load, LoadEvent.NOTHING_TO_LOAD)
             else:
+                self._context.rooms.wake(self)
                 self.followed[load.request_id] = self._follow_ticket(request, ticket)
                 decode.move_load(load, LoadEvent.TICKET)
         except KvhmaError as error:

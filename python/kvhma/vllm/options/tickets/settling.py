@@ -48,6 +48,8 @@ class SettlingRequests(SchedulerDoor):
         tickets: the progress that P publishes.
     """
 
+    asleep = True
+
     def __init__(self, context: SchedulerContext, prefill: PrefillScheduler) -> None:
         """Start without requests."""
         self._context = context
@@ -83,6 +85,7 @@ class SettlingRequests(SchedulerDoor):
                 request.request_id,
             )
             return
+        self._context.rooms.wake(self)
         self._offers[request.request_id] = self.tickets.offer(ticket)
         if self._step is None:
             self._step = 0  # earlier steps have no number, and the last of them may still be in flight
