@@ -369,7 +369,7 @@ def test_blocks_of_what_was_read_come_before_answers(make):
     others = chat.d.pool.get_new_blocks(chat.d.pool.get_num_free_blocks() - 22)
     while "next" not in chat.p.finished:
         chat.p.step()  # D sleeps meanwhile
-    assert [len(leases) for leases in chat.d.kvhma.context.leases._ended.values()] == [1]
+    assert [len(leases) for leases in chat.d.kvhma.context.leases.ended.values()] == [1]
     chat.d.add("long", chat.words(400), 4)
     for _ in range(10):
         chat.d.step()

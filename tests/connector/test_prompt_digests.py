@@ -165,7 +165,7 @@ def test_p_begins_when_a_request_comes(p, go_on, end):
     else:
         tokens = asked.num_computed_tokens
         assert text_of(params)["prompt"] == prompt_digest(asked, tokens)
-    assert p.context.prompts._begun == {}
+    assert p.context.prompts.begun == {}
 
 
 def test_what_was_not_begun_does_not_wait_for_others(go_on):

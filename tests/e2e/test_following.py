@@ -202,7 +202,7 @@ def compared(d: Engine, result: str) -> int:
 
 def read_pieces(d: Engine) -> int:
     """Tokens of all pieces that D has read of requests that it follows now, except the last piece of each."""
-    followed = d.core("e2e_connector", "_kvhma_scheduler.context.rooms.0.with_blocks")
+    followed = d.core("e2e_connector", "_scheduler.context.rooms.0.with_blocks")
     return sum(int(tokens) for one in followed.values() for tokens in re.findall(r"\bdone_before=(\d+),", one))
 
 

@@ -48,7 +48,7 @@ def waiting(p: Engine, d: Engine, prompt: list[int]) -> Iterator[Future[Answer]]
     params = prefill(p, prompt)
     d.generate(prompt[:40], max_tokens=3000, request_id="busy", timeout=None)
     answer = decode(d, prompt, params, timeout=None)
-    until(lambda: p.core("e2e_connector", "_kvhma_scheduler.context.leases._without_reader.used") == 0)
+    until(lambda: p.core("e2e_connector", "_scheduler.context.leases._without_reader.used") == 0)
     yield answer
     with contextlib.suppress(Exception):
         d.abort("busy")

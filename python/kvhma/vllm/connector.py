@@ -97,6 +97,8 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
     """
 
     _cache_hit_source = CACHE_HIT_SOURCE
+    _scheduler: KvhmaScheduler
+    """Only in the scheduler's process."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Check the engine's configuration; in the scheduler's process also start its half.
@@ -112,7 +114,6 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         self._options = options_of(vllm_config, self._settings)
         self._secrets = Secrets.load(self._settings)
         self._engine_id = engine_id_of(vllm_config)
-        self._kvhma_scheduler: KvhmaScheduler | None = None
         self._worker: KvhmaWorker | None = None
         self._identity: ModelIdentity | None = None
         self._worker_identity: LocalWorkerIdentity | None = None
@@ -127,16 +128,10 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
                 logger.info("kvhma: the side channel listens at %s and advertises %s", bind, facts.address)
             if self._settings.bidirectional_kv_xfer and (why := no_answers(vllm_config)):
                 logger.warning("kvhma: bidirectional_kv_xfer has no effect: %s", why)
-            self._kvhma_scheduler = scheduler = KvhmaScheduler(self._settings, self._secrets, facts)
+            self._scheduler = scheduler = KvhmaScheduler(self._settings, self._secrets, facts)
             for call, name in _DIRECT_CALLS.items():
                 if getattr(type(self), call) is getattr(KvhmaConnector, call):  # no subclass has its own
                     setattr(self, call, getattr(scheduler, name))
-
-    @property
-    def _scheduler(self) -> KvhmaScheduler:
-        if self._kvhma_scheduler is None:
-            raise RuntimeError("this is the worker's side of the connector")
-        return self._kvhma_scheduler
 
     # --- scheduler's side ----------------------------------------------------------------------------------
 
@@ -363,8 +358,8 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Stop the threads and release all resources."""
-        if self._kvhma_scheduler is not None:
-            self._kvhma_scheduler.close()
+        if self.role is KVConnectorRole.SCHEDULER:
+            self._scheduler.close()
         if self._worker is not None:
             try:
                 self._worker.close()

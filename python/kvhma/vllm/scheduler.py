@@ -171,14 +171,15 @@ class KvhmaScheduler:
             return NOTHING_IDLE if idle else NOTHING
         if self._idle_steps > STEPS_UNDER_WAY and self.context.engine.may_wait:
             self._wait_for_peers()
-        metadata = self.decode.metadata
+        metadata, leases = self.decode.metadata, self.context.leases
         metadata.idle = idle
         is_asked = False
         for on_step in self.context.rooms.on_step:
             is_asked |= on_step(scheduler_output, metadata)
-        self.prefill.free_ended_leases()
+        if leases.held or leases.ended or leases.digests_refused:
+            self.prefill.free_ended_leases()
         metadata = self.decode.take_metadata()
-        self._is_due = is_asked or bool(self.decode.pending) or not self.context.leases.is_empty
+        self._is_due = is_asked or bool(self.decode.pending or leases.held or leases.ended)
         return metadata
 
     def _wait_for_peers(self) -> None:

@@ -32,9 +32,9 @@ def _kept(self: Any) -> dict[str, str]:
     """Requests that have ended, whose blocks kvhma's connector holds, or has not freed yet."""
     connector = self.scheduler.connector
     for one in (connector, *getattr(connector, "_connectors", ())):
-        if (ours := getattr(one, "_kvhma_scheduler", None)) is not None:
+        if (ours := getattr(one, "_scheduler", None)) is not None:
             leases = ours.context.leases
-            ended = (lease.key for found in leases._ended.values() for lease in found)
+            ended = (lease.key for found in leases.ended.values() for lease in found)
             return {key.request_id: "kept" for key in (*leases._held, *ended)}
     return {}
 

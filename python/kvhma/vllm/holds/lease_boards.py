@@ -14,18 +14,22 @@ logger = logging.getLogger("vllm.kvhma")
 
 
 class LeaseBoards:
-    """All boards that this process can write to; all show the same. The lock of the lease table must be held."""
+    """All boards that this process can write to; all show the same. The lock of the lease table must be held.
+
+    Attributes:
+        free: the places that have no mark.
+    """
 
     def __init__(self, files: Iterable[BoardFile] = ()) -> None:
         """Open the boards of some workers; a board that cannot be opened is skipped."""
         self._boards = [board for file in files if (board := _open(file)) is not None]
-        self._free = list(range(OWNER_BYTES + MARK_BYTES, BOARD_BYTES, MARK_BYTES)) if self._boards else []
+        self.free = list(range(OWNER_BYTES + MARK_BYTES, BOARD_BYTES, MARK_BYTES)) if self._boards else []
 
     def show_mark(self, mark: bytes) -> int | None:
         """Show a mark; return its place, or None if the board is full."""
-        if not self._free:
+        if not self.free:
             return None
-        place = self._free.pop()
+        place = self.free.pop()
         self._write(place, mark)
         return place
 
@@ -33,7 +37,7 @@ class LeaseBoards:
         """Remove a mark. No reader finds it after this returns."""
         if place is not None:
             self._write(place, bytes(MARK_BYTES))
-            self._free.append(place)
+            self.free.append(place)
 
     def _write(self, place: int, mark: bytes) -> None:
         # A reader may see half of the old and half of the new mark, which equals no mark.

@@ -170,19 +170,21 @@ class LeaseTable:
     Attributes:
         max_unread_blocks: bound of the unread blocks; None for no bound.
         held: the held requests, for those who only ask whether there are any. Reading it takes no lock.
+        ended: leases that have ended since :meth:`drain_ended`, by why they ended, for the same use.
+        digests_refused: claims and releases since :meth:`take_digests_refused` with another digest than their request.
     """
 
     def __init__(self, lease: float) -> None:
         """Start empty; `lease` is how many seconds P holds a request after each renewal."""
         self.max_unread_blocks: int | None = None
-        self._digests_refused = 0
+        self.digests_refused = 0
         self._lease = lease
         self._lock = threading.Lock()
         self._has_ended = threading.Condition(self._lock)
         self._held: dict[LeaseKey, _Held] = {}
         """In the order in which they finished."""
         self.held: Collection[LeaseKey] = self._held
-        self._ended: dict[LeaseEnd, list[EndedLease]] = {}
+        self.ended: dict[LeaseEnd, list[EndedLease]] = {}
         self._without_reader = BlockUsers()
         self._held_blocks = BlockUsers()
         self._boards = LeaseBoards()
@@ -218,9 +220,9 @@ class LeaseTable:
         now = time.monotonic()
         seconds = self._lease if expendable_seconds is None else expendable_seconds
         held = _Held(digest, np.asarray(ids, np.int64), blocks, now, now + seconds, expendable_seconds is not None)
-        mark = mark_of(key, digest)
         with self._lock:
-            held.place = self._boards.show_mark(mark)
+            if self._boards.free:
+                held.place = self._boards.show_mark(mark_of(key, digest))
             self._held[key] = held
             self._without_reader.add(held.ids)
             self._held_blocks.add(held.ids)
@@ -280,7 +282,7 @@ class LeaseTable:
     def _is_of_params(self, held: _Held, claim: LeaseClaim) -> bool:
         """Return whether a claim has the digest of the parameters that P returned."""
         same = hmac.compare_digest(held.digest, claim.digest)
-        self._digests_refused += not same
+        self.digests_refused += not same
         return same
 
     def _admit_reader(self, held: _Held, reader: int, now: float) -> bool:
@@ -359,7 +361,7 @@ class LeaseTable:
         if not held.readers:
             self._without_reader.remove(held.ids)
         why = LeaseEnd.READ if held.read else why
-        self._ended.setdefault(why, []).append(EndedLease(key, held.blocks, held.is_expendable))
+        self.ended.setdefault(why, []).append(EndedLease(key, held.blocks, held.is_expendable))
         del self._held[key]  # last: if it were in neither table, `is_empty` could let the engine sleep
         self._has_ended.notify()
 
@@ -367,28 +369,27 @@ class LeaseTable:
         """Wait until a lease has ended, or for so many seconds; return at once if P holds nothing."""
         with self._lock:
             if self._held:
-                self._has_ended.wait_for(lambda: bool(self._ended), seconds)
+                self._has_ended.wait_for(lambda: bool(self.ended), seconds)
 
     @property
     def is_empty(self) -> bool:
         """Whether P holds nothing, and no lease has ended since :meth:`drain_ended`. Takes no lock."""
-        return not self._held and not self._ended
+        return not self._held and not self.ended
 
     def has_ended(self) -> bool:
         """Return whether :meth:`drain_ended` has something to do: leases that have ended, or whose time is up."""
         now = time.monotonic()
         with self._lock:
-            return bool(self._ended) or any(held.expires <= now for held in self._held.values())
+            return bool(self.ended) or any(held.expires <= now for held in self._held.values())
 
     def drain_ended(self) -> dict[LeaseEnd, list[EndedLease]]:
         """Return the requests whose lease has ended since the last call, each once, by why it ended."""
-        if not (self._held or self._ended):  # most steps of most engines
-            return {}
         now = time.monotonic()
         with self._lock:
-            for key in [key for key, held in self._held.items() if held.check_over(now)]:
-                self._end_lease(key, self._held[key].why_ended())
-            ended, self._ended = self._ended, {}
+            for key, held in list(self._held.items()):
+                if held.check_over(now):
+                    self._end_lease(key, held.why_ended())
+            ended, self.ended = self.ended, {}
         return ended
 
     def end_all(self) -> None:
@@ -399,10 +400,8 @@ class LeaseTable:
 
     def take_digests_refused(self) -> int:
         """Return how many claims and releases since the last call had another digest than their request."""
-        if not self._digests_refused:
-            return 0
         with self._lock:
-            refused, self._digests_refused = self._digests_refused, 0
+            refused, self.digests_refused = self.digests_refused, 0
         return refused
 
     def usage(self) -> LeaseUsage:

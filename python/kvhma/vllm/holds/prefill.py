@@ -125,14 +125,20 @@ class PrefillScheduler:
 
     def tokens_of_prompt(self, request: Request) -> int:
         """Return how many tokens of a prompt P will hand off."""
-        return int(request.num_prompt_tokens) - self._left_to_d(request)
+        tokens: int = request.num_prompt_tokens
+        backoff = self._context.engine.backoff
+        if tokens <= backoff or request.request_id in self._shortened:
+            return tokens
+        return tokens - backoff
 
     def free_ended_leases(self) -> bool:
         """Free blocks whose lease has ended; return whether there were any."""
-        ended = self._context.leases.drain_ended()
+        leases = self._context.leases
+        ended = leases.drain_ended() if leases.held or leases.ended else None
         if ended:
             self._free_ended(ended)
-        if refused := self._context.leases.take_digests_refused():
+        if leases.digests_refused:
+            refused = leases.take_digests_refused()
             self._context.stats.count("digest_refused", refused)
             peer_log.logger.warning(
                 "kvhma: refused %d claims: their digest does not match the parameters that P returned", refused
@@ -141,31 +147,32 @@ class PrefillScheduler:
 
     def _free_ended(self, ended: Mapping[LeaseEnd, Sequence[EndedLease]]) -> None:
         """Free the blocks of requests whose lease has ended; count and log those that were not read."""
-        stats, manager = self._context.stats, self._context.manager
-        for why, all_leases in ended.items():
-            leases = [lease for lease in all_leases if not lease.is_expendable]
-            if expendable := len(all_leases) - len(leases):
-                for on_expendable_ended in self._context.rooms.on_expendable_ended:
+        manager = self._context.manager
+        for why, leases in ended.items():
+            for on_expendable_ended in self._context.rooms.on_expendable_ended:
+                if expendable := sum(lease.is_expendable for lease in leases):
                     on_expendable_ended(why, expendable)
-            if not leases:
-                continue
-            if text := _UNREAD.get(why):
-                stats.count("expired", len(leases), label=why.value)
-                logger.warning(
-                    "kvhma: the lease ended before the request was read: %s (%d requests: %s)", text, *_some(leases)
-                )
-            elif why is LeaseEnd.EVICTED:
-                stats.count("held_dropped", len(leases))
-                peer_log.logger.warning(
-                    "kvhma: evicting the oldest unclaimed requests: together they hold more blocks than max_held_share "
-                    "allows (%d requests: %s)",
-                    *_some(leases),
-                )
+            if why is not LeaseEnd.READ:
+                self._report_unread(why, [lease for lease in leases if not lease.is_expendable])
         for key, blocks, _ in itertools.chain.from_iterable(ended.values()):
             for on_lease_ended in self._context.rooms.on_lease_ended:
                 on_lease_ended(key)
             if manager is not None:
                 manager.block_pool.free_blocks(reversed(blocks))  # as vLLM does: the last block first
+
+    def _report_unread(self, why: LeaseEnd, leases: Sequence[EndedLease]) -> None:
+        if leases and why is LeaseEnd.EVICTED:
+            self._context.stats.count("held_dropped", len(leases))
+            peer_log.logger.warning(
+                "kvhma: evicting the oldest unclaimed requests: together they hold more blocks than max_held_share "
+                "allows (%d requests: %s)",
+                *_some(leases),
+            )
+        elif leases:
+            self._context.stats.count("expired", len(leases), label=why.value)
+            logger.warning(
+                "kvhma: the lease ended before the request was read: %s (%d requests: %s)", _UNREAD[why], *_some(leases)
+            )
 
     def on_request_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """Hold the blocks of a request that has ended, if a decode engine will read them.
@@ -173,10 +180,11 @@ class PrefillScheduler:
         Returns:
             ``kv_transfer_params`` for the decode request; None if P does not hold the blocks.
         """
-        remote = self._describe_finished(request, tables)
-        self._shortened.discard(request.request_id)
-        self._context.prompts.cancel_digest(request.request_id)
-        geometry, manager = self._context.geometry, self._context.manager
+        asked, geometry, manager = request.kv_transfer_params, self._context.geometry, self._context.manager
+        if not isinstance(asked, dict) or asked.get("do_remote_decode") is not True:
+            return None
+        remote = None if geometry is None else self._describe_finished(request, tables, geometry)
+        self.discard_request(request.request_id)
         if remote is None or geometry is None or manager is None:
             return None
         params, digest = remote.to_params(self._context.secrets, dcp_size=self._context.engine.dcp_size)
@@ -187,11 +195,10 @@ class PrefillScheduler:
             on_request_held(request.request_id, params, LeaseClaim(remote.lease_key, 0, digest))
         return params
 
-    def _describe_finished(self, request: Request, tables: Sequence[Sequence[int]]) -> PrefillParams | None:
+    def _describe_finished(
+        self, request: Request, tables: Sequence[Sequence[int]], geometry: Geometry
+    ) -> PrefillParams | None:
         """Return the parameters of a request that has ended; None if P cannot hand it off."""
-        params, geometry = request.kv_transfer_params, self._context.geometry
-        if not isinstance(params, dict) or params.get("do_remote_decode") is not True or geometry is None:
-            return None
         if request.status.name not in FINISHED_WELL:
             return None
         tokens = self._tokens_to_hand_off(request)
@@ -220,26 +227,19 @@ class PrefillScheduler:
         )
 
     def discard_request(self, request_id: str) -> None:
-        """Discard a request that ended before P could compute it."""
+        """Discard what is known of a request that has ended."""
         self._shortened.discard(request_id)
-        self._context.prompts.cancel_digest(request_id)
-
-    def _left_to_d(self, request: Request) -> int:
-        """Return how many of a prompt's last tokens P leaves to D; 0 if it is shortened already, or too short."""
-        engine = self._context.engine
-        if not engine.backoff or request.request_id in self._shortened:
-            return 0
-        return engine.backoff if engine.loadable_tokens(request.num_prompt_tokens) > 0 else 0
+        if self._context.prompts.begun:
+            self._context.prompts.cancel_digest(request_id)
 
     def _tokens_to_hand_off(self, request: Request) -> int | None:
         """Return of how many tokens the caches are handed off; None if the state is not that of a known token."""
         engine = self._context.engine
         tokens: int = request.num_computed_tokens
-        prompt: int = request.num_prompt_tokens
         if not engine.has_state:
             # D needs no tokens after these, and can use a cache of tokens for fewer of them.
-            return min(tokens, prompt - self._left_to_d(request))
-        decoded = tokens - prompt
+            return min(tokens, self.tokens_of_prompt(request))
+        decoded = tokens - request.num_prompt_tokens
         if decoded <= 0 or not engine.drafted_state:
             return tokens
         peer_log.logger.warning(

@@ -135,12 +135,13 @@ class DecodeScheduler:
             return
         self.move_load(load, LoadEvent.SAME_PROMPT)
         engine, prompt = self._context.engine, request.num_prompt_tokens
-        load.num_tokens = min(remote.num_tokens, engine.loadable_tokens(prompt))
+        loadable = engine.loadable_tokens(prompt)
+        load.num_tokens = min(remote.num_tokens, loadable)
         if request.get_skip_reading_prefix_cache():
             self.compute_unread(load)
         elif load.num_tokens == 0:  # too short for a hand-off, which is no loss
             self.move_load(load, LoadEvent.NOTHING_TO_LOAD)
-        elif engine.is_ahead(remote.num_tokens, prompt):
+        elif remote.num_tokens > loadable and engine.is_ahead(remote.num_tokens, prompt):
             self.fall_back(load, "state_ahead", engine.why_ahead(remote.num_tokens, prompt))
         else:
             load.is_shared = self.claims.is_shared(load, remote)
@@ -185,13 +186,13 @@ class DecodeScheduler:
         if load.state in _WAITS:
             return self._answer_of_waiting(load, local)
         if load.state is LoadState.FOLLOWING and load.num_tokens:
-            return _beyond(load, local)
+            return (load.num_tokens - local, True) if load.num_tokens > local else _NOTHING
         if load.state is LoadState.REFUSED:
             return self._answer_of_failing(request, local)
         return _NOTHING if load.state.is_end else _UNKNOWN
 
     def _answer_of_waiting(self, load: Load, local: int) -> tuple[int | None, bool]:
-        held = self.claims.is_held(load)
+        held = not (load.is_shared or load.is_optional) or self.claims.is_held(load)
         if held is None:
             return _UNKNOWN
         if held and load.state is LoadState.ASKING:
@@ -209,7 +210,7 @@ class DecodeScheduler:
             self.move_load(load, LoadEvent.NOTHING_TO_LOAD)
             return _NOTHING
         elif load.num_tokens > local or not (why := self._why_not_computed(load.request, local)):
-            return _beyond(load, local)
+            return (load.num_tokens - local, True) if load.num_tokens > local else _NOTHING
         else:
             reason, text = "refused", why
         self.fall_back(load, reason, text)
@@ -272,7 +273,7 @@ class DecodeScheduler:
             self.move_load(load, LoadEvent.BLOCKS, command)
 
     def _read_command(self, load: Load, blocks: KVCacheBlocks, external: int) -> ReadCommand:
-        remote, geometry = self._known_remote(load), self._context.geometry
+        remote, geometry = load.remote or self._known_remote(load), self._context.geometry
         if remote is None or geometry is None:
             raise RequestError("there is no P to load it from")
         tables = list(map(blocks.blocks.__getitem__, self._context.engine.transfer_groups))
@@ -439,8 +440,3 @@ class DecodeScheduler:
         else:
             for carry_out in self._context.rooms.carry_out:
                 carry_out(load, effect, command)
-
-
-def _beyond(load: Load, local: int) -> tuple[int, bool]:
-    """Return how many tokens of a load vLLM does not have yet."""
-    return (load.num_tokens - local, True) if load.num_tokens > local else _NOTHING

@@ -43,8 +43,9 @@ class LoadClaims:
     def is_shared(self, load: Load, remote: PrefillParams) -> bool:
         """Return whether other requests have, or may get, the same parameters."""
         key = remote.lease_key
-        self._shared.note(key, key in self._shared or is_sample(load.request_id))
-        return self._shared[key]
+        shared = key in self._shared or is_sample(load.request_id) is not None
+        self._shared.note(key, shared)
+        return shared
 
     def take_handed_off(self, load: Load, command: ReadCommand) -> ReadCommand:
         """Note the parameters of a request that P has handed off after D began to read; return the rest to read."""
@@ -54,7 +55,7 @@ class LoadClaims:
 
     def is_held(self, load: Load) -> bool | None:
         """Return whether P still holds the blocks; None if P must reply first: it may have freed them long ago."""
-        if not (load.is_shared or load.is_optional) or load.remote is None:
+        if load.remote is None:
             return True
         held = self.renewer.is_held(load.remote.address, load.remote.claim(load.reader))
         if held is None and time.monotonic() - load.since >= self._context.settings.handshake_timeout:

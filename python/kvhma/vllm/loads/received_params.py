@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from kvhma.errors import RequestError
@@ -21,6 +22,8 @@ class ReceivedParams:
     def __init__(self, context: SchedulerContext) -> None:
         """Read for this engine."""
         self._context = context
+        # What decides it stays as it is while the process lives. Refusals are not cached.
+        self.check_source = lru_cache(1024)(self._check_source)
 
     def read(self, request: Request, params: Mapping[str, Any]) -> PrefillParams:
         """Return the parameters of a prompt that P has computed, without items: an option uses these."""
@@ -46,7 +49,7 @@ class ReceivedParams:
         """Return the parameters that P itself has sent, after :meth:`check_source`, without items."""
         return PrefillParams.from_params(params, self._context.secrets, num_prompt_tokens)._replace(items=())
 
-    def check_source(self, address: Address, engine_id: str = "") -> None:
+    def _check_source(self, address: Address, engine_id: str = "") -> None:
         """Refuse an engine that D may not, or cannot, read from; its engine_id may be unknown yet."""
         engine = self._context.engine
         if engine_id not in ("", engine.engine_id) and engine.is_own(address):

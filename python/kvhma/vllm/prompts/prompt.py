@@ -15,13 +15,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-_SAMPLE = re.compile(r"\d+_")
-"""How vLLM begins the name of a request that is one of several samples; a client may choose such a name too."""
-
-
-def is_sample(request_id: str) -> bool:
-    """Return whether a request may be one of several samples of a prompt."""
-    return _SAMPLE.match(request_id) is not None
+is_sample = re.compile(r"\d+_").match
+"""Whether a request may be one of several samples of a prompt: vLLM begins their names so, and a client may too."""
 
 
 def prompt_digest(request: Request, num_tokens: int, adapter: str | None = None) -> str:
@@ -43,8 +38,12 @@ def prompt_digest(request: Request, num_tokens: int, adapter: str | None = None)
     Raises:
         RequestError: the request has fewer tokens, or a token that does not fit 32 bits.
     """
+    is_plain = request.lora_request is None and not (request.mm_features or request.cache_salt)
+    if is_plain and request.prompt_embeds is None:  # what the header is then
+        header = b"[%d, null, [], null, null]" % num_tokens
+    else:
+        header = _header(request, num_tokens, adapter)
     # The private list: a slice of vLLM's public view would be another pass over all tokens.
-    header = _header(request, num_tokens, adapter)
     return digest_tokens(header, request._all_token_ids, num_tokens).hex()
 
 
@@ -70,9 +69,6 @@ def prefix_digests(request: Request, counts: Sequence[int], adapter: str | None 
 
 def _header(request: Request, num_tokens: int, adapter: str | None) -> bytes:
     """Return everything besides the tokens that decides the cache of a request's first tokens."""
-    is_plain = request.lora_request is None and not (request.mm_features or request.cache_salt)
-    if is_plain and request.prompt_embeds is None:  # what the text below is then
-        return b"[%d, null, [], null, null]" % num_tokens
     header = [
         num_tokens,
         None if request.lora_request is None else [request.lora_request.lora_name, adapter],

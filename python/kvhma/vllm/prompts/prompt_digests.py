@@ -25,13 +25,17 @@ class _Begun(NamedTuple):
 
 
 class PromptDigests:
-    """Makes the digests of :mod:`kvhma.vllm.prompts.prompt`, with the adapters that this engine has seen."""
+    """Makes the digests of :mod:`kvhma.vllm.prompts.prompt`, with the adapters that this engine has seen.
+
+    Attributes:
+        begun: digests that the thread makes or has made, by request, until they are taken.
+    """
 
     def __init__(self, applies_adapters: str = "") -> None:
         """Start without a thread; `applies_adapters` is as in :class:`kvhma.vllm.config.engine_facts.EngineFacts`."""
         self.adapters = Adapters()
         self._applies_adapters = applies_adapters
-        self._begun: dict[str, _Begun] = {}
+        self.begun: dict[str, _Begun] = {}
         self._thread = ThreadPoolExecutor(1, "kvhma-digests")
 
     def close(self) -> None:
@@ -50,12 +54,12 @@ class PromptDigests:
             digest = self._thread.submit(self.make_digest, request, num_tokens)
         except RuntimeError:  # the process can start no more threads, or the engine stops
             return False
-        self._begun[request.request_id] = _Begun(num_tokens, digest)
+        self.begun[request.request_id] = _Begun(num_tokens, digest)
         return True
 
     def is_ready(self, request_id: str, wait_seconds: float = 0.0) -> bool:
         """Return whether the thread has finished a request's digest; wait for it at most `wait_seconds`."""
-        begun = self._begun.get(request_id)
+        begun = self.begun.get(request_id)
         if begun is None or begun.digest.done():
             return True
         return wait_seconds > 0 and bool(wait([begun.digest], wait_seconds).done)
@@ -66,7 +70,7 @@ class PromptDigests:
         Raises:
             RequestError: as for :func:`kvhma.vllm.prompts.prompt.prompt_digest`.
         """
-        begun = self._begun.pop(request.request_id, None)
+        begun = self.begun.pop(request.request_id, None)
         # A digest that the thread has not started would wait for those of other requests: make it here.
         if begun is not None and begun.num_tokens == num_tokens and not begun.digest.cancel():
             return begun.digest.result()
@@ -76,18 +80,19 @@ class PromptDigests:
         """Return what :meth:`take_digest` does, and keep it for the next call."""
         digest: Future[str] = Future()
         digest.set_result(self.take_digest(request, num_tokens))
-        self._begun[request.request_id] = _Begun(num_tokens, digest)
+        self.begun[request.request_id] = _Begun(num_tokens, digest)
         return digest.result()
 
     def cancel_digest(self, request_id: str) -> None:
         """Cancel the digest of a request, if the thread has not started it, and drop it."""
-        begun = self._begun.pop(request_id, None)
+        begun = self.begun.pop(request_id, None)
         if begun is not None:
             begun.digest.cancel()
 
     def make_digest(self, request: Request, num_tokens: int) -> str:
         """Return the digest of a request's first tokens, made at once."""
-        return prompt_digest(request, num_tokens, self._identify_adapter(request))
+        adapter = None if request.lora_request is None else self._identify_adapter(request)
+        return prompt_digest(request, num_tokens, adapter)
 
     def make_prefix_digests(self, request: Request, counts: Sequence[int]) -> list[str]:
         """Return the digests of some numbers of first tokens of a request, made at once."""

@@ -218,14 +218,6 @@ class _Source(msgspec.Struct):
     remote_host: _Name
     remote_port: _Whole
 
-    def address(self) -> Address:
-        """Return the address; raises RequestError if no other engine can reach P there."""
-        address = Address(self.remote_host, int(self.remote_port))
-        if not address.host.isprintable() or address.is_wildcard:
-            why = "expected where other engines reach P; set advertised_host of P"
-            raise _refused("remote_host", address.host, why)
-        return address
-
 
 class _Params(_Source):
     """The keys that D reads. Those of the text are here for routers."""
@@ -313,7 +305,7 @@ class PrefillParams(NamedTuple):
             "remote_request_id": self.lease_key.request_id,
             "remote_host": self.address.host,
             "remote_port": self.address.port,
-            "remote_block_ids": [[] for _ in self.spans],
+            "remote_block_ids": [[]] * len(self.spans),
             "remote_num_tokens": self.num_tokens,
             "remote_blocks_expiry_time": None,
             "tp_size": self.tp_size,
@@ -343,8 +335,10 @@ class PrefillParams(NamedTuple):
             hint = "does the prefill engine run kvhma, and does the proxy pass on all keys?"
             raise _refused("kvhma", own, f"expected a dictionary; {hint}")
         given = convert_params(params, _Params)
-        address, signed = given.address(), _read_text(given.kvhma, secrets)
-        _check_copies(given, signed)
+        address = _reachable(given.remote_host, int(given.remote_port))
+        signed = _read_text(given.kvhma, secrets)
+        if _copies(given) != _copied(signed):
+            raise _copies_refusal(_copies(given), _copied(signed))
         if num_prompt_tokens is not None and signed.num_tokens > num_prompt_tokens:
             raise OtherPromptError(
                 f"P computed {signed.num_tokens} tokens, this prompt has {num_prompt_tokens}: {DIFFERS}"
@@ -359,7 +353,17 @@ def read_address(params: Mapping[str, Any]) -> Address:
     Raises:
         RequestError: the address is missing, or means every address of a machine, where the reader would find itself.
     """
-    return convert_params(params, _Source).address()
+    source = convert_params(params, _Source)
+    return _reachable(source.remote_host, int(source.remote_port))
+
+
+@lru_cache(1024)  # clients name the hosts
+def _reachable(host: str, port: int) -> Address:
+    """Return the address; raises RequestError if no other engine can reach P there."""
+    address = Address(host, port)
+    if not host.isprintable() or address.is_wildcard:
+        raise _refused("remote_host", host, "expected where other engines reach P; set advertised_host of P")
+    return address
 
 
 def convert_params(params: Mapping[str, Any], form: type[F]) -> F:
@@ -425,7 +429,8 @@ def _read_text(proof: _Proof, secrets: Secrets) -> _Text:
         raise _text_refusal(error, proof.text, data) from None
     if _encode_text(signed) != data:
         raise _refused("kvhma.text", proof.text, "expected each field once, in its order, and no spaces")
-    _check_names(signed)
+    if signed.items or not (signed.engine_id + signed.lease_key.request_id).isprintable():
+        _check_names(signed)
     if signed.prefixes or signed.items:
         _check_order(signed)
     signed.lease = min(max(signed.lease, _MIN_LEASE_SECONDS), _MAX_LEASE_SECONDS)
@@ -461,13 +466,11 @@ def _check_order(signed: _Text) -> None:
         raise _refused("kvhma.items", offsets, f"expected items in the order of their {signed.num_tokens} tokens")
 
 
-def _check_copies(given: _Params, signed: _Text) -> None:
-    """Refuse keys for routers that differ from the text, as those of two requests do."""
-    copies, own = _copies(given), _copied(signed)
-    if copies != own:
-        at = next(at for at, copy in enumerate(copies) if copy != own[at])
-        why = f"but {quote(own[at])} in kvhma.text: it was changed on the way, or is that of another request"
-        raise _refused(list(_COPIES)[at], copies[at], why)
+def _copies_refusal(copies: tuple[object, ...], own: tuple[object, ...]) -> RequestError:
+    """Return the refusal of keys for routers that differ from the text, as those of two requests do."""
+    at = next(at for at, copy in enumerate(copies) if copy != own[at])
+    why = f"but {quote(own[at])} in kvhma.text: it was changed on the way, or is that of another request"
+    return _refused(list(_COPIES)[at], copies[at], why)
 
 
 def _spans(written: list[tuple[int, str]], tokens: int) -> tuple[Span, ...]:

@@ -145,11 +145,17 @@ class Secrets:
 
     def sign(self, data: bytes) -> bytes:
         """Return a digest of 16 bytes. With a secret, only engines that have it can make this digest."""
-        return _digest(data, self._now(in_step=True).sign_keys[0])
+        current = self._current if self._file is None else self._now(in_step=True)
+        return hashlib.blake2b(data, digest_size=_DIGEST_BYTES, key=current.sign_keys[0]).digest()
 
     def verify(self, data: bytes, digest: bytes) -> bool:
         """Return whether a digest was made by :meth:`sign` with any of the secrets."""
-        return any(hmac.compare_digest(_digest(data, key), digest) for key in self._now(in_step=True).sign_keys)
+        current = self._current if self._file is None else self._now(in_step=True)
+        for key in current.sign_keys:
+            own = hashlib.blake2b(data, digest_size=_DIGEST_BYTES, key=key).digest()
+            if hmac.compare_digest(own, digest):
+                return True
+        return False
 
     def refresh(self) -> None:
         """Read the file again if it may have changed. The listener's thread calls this at least every second."""
@@ -235,10 +241,6 @@ def _lines(data: bytes, source: str) -> list[bytes]:
                 "`openssl rand -hex 32` makes a good one"
             )
     return lines
-
-
-def _digest(data: bytes, key: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES, key=key).digest()
 
 
 def _derive(secrets: Sequence[bytes], known: Mapping[bytes, _Credential] = MappingProxyType({})) -> _Current:
