@@ -62,7 +62,7 @@ PICTURES = {
     "rust/py/src": """
         lib
         functions | digest | block_users | replay
-        ids
+        ids | spans
         plan | block_tables
         results | geometry
         output

@@ -36,13 +36,15 @@ __all__ = [
     "first_needed_tokens",
     "ids_to_text",
     "join_tables",
-    "leading_nulls",
+    "live_spans",
     "permuted_rows",
     "prefix_hits",
+    "spans_to_fill",
+    "spans_to_texts",
     "ssm_descriptors",
     "ssm_views",
-    "table_lengths",
     "text_to_ids",
+    "texts_to_spans",
     "validate",
     "window_blocks",
 ]
@@ -478,13 +480,6 @@ def first_needed_tokens(geometry: _AnyGeometry, num_tokens: int) -> list[int]:
         RequestError: an argument has the wrong type, or a number is out of range.
     """
 
-def table_lengths(block_tables: Sequence[IdsLike]) -> list[int]:
-    """Return the number of ids of each of some block tables.
-
-    Raises:
-        RequestError: a table is no list or array of integers.
-    """
-
 def prefix_hits(
     nodes: NDArray[np.int64],
     ends: NDArray[np.uint32],
@@ -653,16 +648,64 @@ def join_tables(tables: Sequence[IdsLike], null_block: int | None) -> NDArray[np
         RequestError: a table has the wrong type.
     """
 
-def leading_nulls(table: IdsLike, start: int, null_block: int) -> int:
-    """Return how many consecutive entries of a block table, from `start` on, are null blocks.
+def live_spans(
+    geometry: _AnyGeometry,
+    num_tokens: int | None,
+    block_tables: Sequence[IdsLike],
+    cached: Sequence[int] | None = None,
+) -> list[Span]:
+    """Return the spans of a request's live blocks, from block tables of vLLM's manager.
+
+    Dropped blocks appear as the null block at the front of a table. Blocks wholly before the tokens that the token
+    after `num_tokens` attends to are left out (the token-exact rule). Of a state group, only the slot with the state is
+    used.
 
     Args:
-        table: block ids, list or array.
-        start: index of the first entry to look at.
-        null_block: the id that stands for "no block".
+        geometry: the rank whose blocks these are.
+        num_tokens: number of tokens that the cache holds for the request, or will hold. None to use every block in the
+            tables, for a reader whose larger blocks begin earlier.
+        block_tables: logical block ids from position 0, for each group.
+        cached: for each group, how many leading table entries must not be filled (a prefix hit); None for no hit.
+
+    Returns:
+        A span for each group.
 
     Raises:
-        RequestError: the table has the wrong type.
+        RequestError: a list has the wrong number of entries or the wrong type.
+    """
+
+def spans_to_fill(geometry: _AnyGeometry, num_tokens: int, tables: Sequence[Sequence[Any]]) -> tuple[Span, ...]:
+    """Return the spans of the blocks that a load fills: those that its tokens need, and that are no prefix-cache hits.
+
+    Hits, which other requests may share, and the null blocks before them come first in a table. The blocks that vLLM
+    allocates for a load have no hash yet. Each group has its own hit.
+
+    Args:
+        geometry: the rank whose blocks these are.
+        num_tokens: tokens that the cache will hold.
+        tables: vLLM's objects of the blocks from position 0, for each group.
+
+    Raises:
+        RequestError: vLLM has allocated no block for a state; a list has the wrong number of entries.
+    """
+
+def spans_to_texts(spans: Sequence[Span]) -> list[tuple[int, str]]:
+    """Return the first entry and `ids_to_text` of each of some spans.
+
+    Raises:
+        RequestError: an id is not an integer of 64 bits.
+    """
+
+def texts_to_spans(texts: list[tuple[int, str]], limit: int, limit_of_all: int) -> tuple[Span, ...]:
+    """Return the spans of texts of `spans_to_texts`, which may come from an untrusted peer.
+
+    Args:
+        texts: first entry and text of each group.
+        limit: the largest number of ids of a group.
+        limit_of_all: the largest number of ids of all groups together.
+
+    Raises:
+        RequestError: as for `text_to_ids`.
     """
 
 def descriptor_ids(

@@ -11,30 +11,14 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvhma._kvhma import CheckedGeometry
 from kvhma.errors import GeometryError
-from kvhma.types import IdsLike
+from kvhma.types import Span as Span
 
 Kind = Literal["full", "sliding", "chunked", "mla", "ssm", "opaque"]
 Memory = Literal["DRAM", "VRAM"]
-
-
-class Span(NamedTuple):
-    """A request's live blocks in one group.
-
-    Attributes:
-        first: index of ``ids[0]`` in the request's block table. Without context parallelism this is the absolute block
-            position in the sequence: block ``first + i`` starts at token ``(first + i) * block_size``. With context
-            parallelism it starts at ``(first + i) * block_size * cp_size``. Ignored for ``ssm`` groups, whose last
-            state counts.
-        ids: logical block ids, in the order of the sequence: a list of int, or an array of integers of shape ``(n,)``.
-            Never the null block.
-    """
-
-    first: int
-    ids: IdsLike
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from kvhma.vllm.loads import decode
 from support.engines.engine import free_port
 
 PACKAGE = str(Path(kvhma.__file__).parent)
-DIFFERENT = {"P": 62, "D": 86}
-CALLS = {"P": 76, "D": 149}
+DIFFERENT = {"P": 37, "D": 46}
+CALLS = {"P": 44, "D": 94}
 IDLE_CALLS = 4
 """Most functions of kvhma, and calls of them: of a request of 1,000 tokens without windows, and of an idle step."""
 

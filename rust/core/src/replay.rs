@@ -20,7 +20,7 @@ pub struct CacheGroup {
 
 impl CacheGroup {
     fn is_state(&self) -> bool {
-        matches!(self.group.kind, Kind::Ssm { .. })
+        self.group.is_state()
     }
 
     /// Whether a request needs all its tokens.

@@ -3,15 +3,15 @@ use kvhma_core::View;
 use kvhma_core::lowlevel::{ids, permute, views};
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyString};
+use pyo3::types::PyString;
 
-use crate::block_tables::Ids;
-use crate::convert::{count_groups, items, nulls_in_list, read_groups, read_ids, read_rows, read_u64, read_u64s, rows};
+use crate::convert::{items, read_groups, read_ids, read_rows, read_u64, read_u64s, rows};
 use crate::error::{OrRaise, type_error};
 use crate::geometry::read_geometry;
 use crate::ids::NullBlock;
 use crate::output::rows_into;
 use crate::results::Finding;
+use crate::spans::read_text;
 
 /// Compare two geometries, and return the reasons against pairing them and the warnings.
 ///
@@ -69,9 +69,7 @@ pub(crate) fn ids_to_text(ids: &Bound<'_, PyAny>) -> PyResult<String> {
 ///     RequestError: the text has another form, an id has more than 31 bits, or there are more ids than `limit`.
 #[pyfunction]
 pub(crate) fn text_to_ids<'py>(text: &Bound<'py, PyString>, limit: usize) -> PyResult<Bound<'py, PyArray1<i64>>> {
-    // JSON may have lone surrogates, which are not UTF-8.
-    let letters = text.to_str().unwrap_or("\u{fffd}");
-    Ok(kvhma_core::text_to_ids(letters, limit).or_raise(text.py())?.into_pyarray(text.py()))
+    Ok(read_text(text, limit).or_raise(text.py())?.into_pyarray(text.py()))
 }
 
 /// Return the ids of several block tables, one after the other, without null blocks.
@@ -92,24 +90,6 @@ pub(crate) fn join_tables<'py>(
     let mut ids = read_groups("tables", tables)?.concat();
     ids.retain(|&id| null_block.0 != Some(id));
     Ok(ids.into_pyarray(py))
-}
-
-/// Return how many consecutive entries of a block table, from `start` on, are null blocks.
-///
-/// Args:
-///     table: block ids, list or array.
-///     start: index of the first entry to look at.
-///     null_block: the id that stands for "no block".
-///
-/// Raises:
-///     RequestError: the table has the wrong type.
-#[pyfunction]
-pub(crate) fn leading_nulls(table: &Bound<'_, PyAny>, start: usize, null_block: i64) -> PyResult<usize> {
-    if let Ok(list) = table.cast_exact::<PyList>() {
-        return nulls_in_list("table", list, start, null_block);
-    }
-    let ids = Ids::read("table", table)?;
-    Ok(ids.get().map_or(0, |(_, ids)| ids.slice(start.min(ids.len())..ids.len()).leading(Some(null_block))))
 }
 
 /// Return the first block table entry of each group that a request needs after the `cached` entries; 0 for state.
@@ -141,15 +121,6 @@ pub(crate) fn first_entries(
 pub(crate) fn first_needed_tokens(geometry: &Bound<'_, PyAny>, num_tokens: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
     let (geometry, num_tokens) = (read_geometry("geometry", geometry)?, read_u64("num_tokens", num_tokens)?);
     Ok(geometry.get().geometry.groups().iter().map(|group| group.first_needed_token(num_tokens)).collect())
-}
-
-/// Return the number of ids of each of some block tables.
-///
-/// Raises:
-///     RequestError: a table is no list or array of integers.
-#[pyfunction]
-pub(crate) fn table_lengths(block_tables: &Bound<'_, PyAny>) -> PyResult<Vec<usize>> {
-    count_groups("block_tables", block_tables)
 }
 
 struct Lists {

@@ -18,6 +18,7 @@ mod output;
 mod plan;
 mod replay;
 mod results;
+mod spans;
 mod values;
 
 use pyo3::prelude::*;
@@ -33,8 +34,7 @@ mod _kvhma {
     #[pymodule_export]
     use super::functions::{
         check_rows, expand_views, fa_descriptors, fa_views, first_entries, first_needed_tokens, ids_to_text,
-        join_tables, leading_nulls, permuted_rows, ssm_descriptors, ssm_views, table_lengths, text_to_ids, validate,
-        window_blocks,
+        join_tables, permuted_rows, ssm_descriptors, ssm_views, text_to_ids, validate, window_blocks,
     };
     #[pymodule_export]
     use super::geometry::CheckedGeometry;
@@ -46,6 +46,8 @@ mod _kvhma {
     use super::replay::prefix_hits;
     #[pymodule_export]
     use super::results::{Finding, Loss, Losses, Read, Transfer};
+    #[pymodule_export]
+    use super::spans::{live_spans, spans_to_fill, spans_to_texts, texts_to_spans};
     #[pymodule_export]
     #[allow(non_upper_case_globals, reason = "Python's name for it")]
     const __version__: &str = env!("CARGO_PKG_VERSION");

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from kvhma.vllm import scheduler as scheduler_module
 from kvhma.vllm.holds import prefill as prefill_module
 from kvhma.vllm.internals import hit_each_group
 from kvhma.vllm.loads import decode as decode_module
-from kvhma.vllm.loads import prefix_cache
 from kvhma.vllm.loads.decode import DecodeScheduler
 from kvhma.vllm.metadata import ReadCommand
 from kvhma.vllm.options.next_turns import scheduler as next_turns
@@ -180,7 +180,16 @@ def null_blocks(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("blocks that were hit are written", "full", "full+sliding", "full+state")
 def hits_written(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(prefix_cache, "hit_blocks", lambda table, start: start)
+    right = decode_module.spans_to_fill
+
+    def wrong(geometry: Any, num_tokens: int, tables: Any) -> tuple[Span, ...]:
+        return right(geometry, num_tokens, [[_never_hit(block) for block in table] for table in tables])
+
+    patch.setattr(decode_module, "spans_to_fill", wrong)
+
+
+def _never_hit(block: Any) -> SimpleNamespace:
+    return SimpleNamespace(is_null=False, block_hash=None, block_id=block.block_id)
 
 
 @mutant("a state is not read where D has a hit of attention", "full+state", "full+state+state")

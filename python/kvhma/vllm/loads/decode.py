@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from kvhma._kvhma import spans_to_fill
 from kvhma.errors import KvhmaError, OtherPromptError, RequestError
 from kvhma.vllm.failures import Failure, refused
 from kvhma.vllm.holds.scheduler_context import SchedulerContext
@@ -18,7 +19,6 @@ from kvhma.vllm.internals import mark_uncacheable, recompute_prompt
 from kvhma.vllm.loads.failed_loads import FailedLoads
 from kvhma.vllm.loads.load_claims import LoadClaims
 from kvhma.vllm.loads.load_machine import End, Load, LoadEffect, LoadEvent, Loads, LoadState
-from kvhma.vllm.loads.prefix_cache import spans_to_fill
 from kvhma.vllm.loads.received_params import ReceivedParams
 from kvhma.vllm.metadata import ReadCommand, StepMetadata, WorkerReport, merge_first_tokens
 from kvhma.vllm.wire.params import DIFFERS, PrefillParams
@@ -283,7 +283,7 @@ class DecodeScheduler:
             reader=load.reader,
             num_tokens=load.num_tokens,
             cached=load.num_tokens - external,
-            spans=spans_to_fill(geometry, load.num_tokens, tables),
+            spans=spans_to_fill(geometry.core, load.num_tokens, tables),
             outcome=self.claims.outcome(remote),
             optional=load.is_optional,
         )

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import logging
 
-from kvhma._kvhma import Transfer
-from kvhma.planning import live_entries
+from kvhma._kvhma import Transfer, first_entries
 from kvhma.vllm.metadata import ReadCommand
 from kvhma.vllm.peers.worker_context import WorkerContext
 from kvhma.vllm.reads.active_read import ActiveRead
@@ -101,6 +100,6 @@ class ReadMetrics:
     def _hits(self, command: ReadCommand) -> list[int]:
         """Return for each group how many entries D had in its prefix cache, of those that the next token needs."""
         spans = command.held or command.spans
-        ends = [span.first + len(span.ids) for span in spans]
-        needed = zip(spans, live_entries(self._geometry, command.num_tokens, ends), self._geometry.groups, strict=True)
-        return [0 if group.kind == "ssm" else max(0, span.first - live.start) for span, live, group in needed]
+        firsts = first_entries(self._geometry.core, command.num_tokens, [0] * len(spans))
+        needed = zip(spans, firsts, self._geometry.groups, strict=True)
+        return [0 if group.kind == "ssm" else max(0, span.first - first) for span, first, group in needed]

@@ -27,7 +27,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvhma._kvhma import ids_to_text, text_to_ids
+from kvhma._kvhma import spans_to_texts, texts_to_spans
 from kvhma.errors import OtherPromptError, RequestError
 from kvhma.geometry import Span
 from kvhma.text import one_line, quote
@@ -295,8 +295,7 @@ class PrefillParams(NamedTuple):
 
         The proxy passes them to D; with `next_turn`, for an answer, to P.
         """
-        spans = [(span.first, ids_to_text(span.ids)) for span in self.spans]
-        text = _encode_text(_Text(VERSION, spans, *_signed_fields(self)))
+        text = _encode_text(_Text(VERSION, spans_to_texts(self.spans), *_signed_fields(self)))
         digest = secrets.sign(text)
         params: dict[str, Any] = {
             "do_remote_prefill": not next_turn,
@@ -343,7 +342,10 @@ class PrefillParams(NamedTuple):
             raise OtherPromptError(
                 f"P computed {signed.num_tokens} tokens, this prompt has {num_prompt_tokens}: {DIFFERS}"
             )
-        spans = () if num_prompt_tokens is None else _spans(signed.spans, signed.num_tokens)
+        spans: tuple[Span, ...] = ()
+        if num_prompt_tokens is not None:
+            tokens = signed.num_tokens
+            spans = texts_to_spans(signed.spans, tokens + _MAX_GROUPS, _BLOCKS_PER_TOKEN * tokens + _MAX_GROUPS)
         return cls._make((address, spans, *_signed_fields(signed), bytes.fromhex(given.kvhma.digest)))
 
 
@@ -471,13 +473,3 @@ def _copies_refusal(copies: tuple[object, ...], own: tuple[object, ...]) -> Requ
     at = next(at for at, copy in enumerate(copies) if copy != own[at])
     why = f"but {quote(own[at])} in kvhma.text: it was changed on the way, or is that of another request"
     return _refused(list(_COPIES)[at], copies[at], why)
-
-
-def _spans(written: list[tuple[int, str]], tokens: int) -> tuple[Span, ...]:
-    spans = []
-    left = _BLOCKS_PER_TOKEN * tokens + _MAX_GROUPS
-    for first, text in written:
-        ids = text_to_ids(text, min(left, tokens + _MAX_GROUPS))
-        left -= len(ids)
-        spans.append(Span(first, ids))
-    return tuple(spans)

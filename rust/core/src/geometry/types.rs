@@ -135,6 +135,11 @@ impl Group {
         Self { kind, block_size, kernel_blocks_per_block, cp_rank: 0, cp_size: 1, cp_interleave: block_size }
     }
 
+    /// Whether it has a recurrent state, of which only the last one counts.
+    pub fn is_state(&self) -> bool {
+        matches!(self.kind, Kind::Ssm { .. })
+    }
+
     /// Tokens per kernel block.
     pub fn kernel_tokens(&self) -> u64 {
         self.block_size / self.kernel_blocks_per_block
@@ -374,6 +379,11 @@ impl Geometry {
     /// Registered ranges.
     pub fn regions(&self) -> &[Region] {
         &self.regions
+    }
+
+    /// The id that stands for "no block".
+    pub fn null_block(&self) -> Option<u64> {
+        self.null_block
     }
 
     /// Groups in the order of the block tables.

@@ -74,6 +74,32 @@ pub fn first_entries(geometry: &Geometry, num_tokens: Option<u64>, cached_blocks
     Ok(groups.iter().zip(cached_blocks).map(first).collect())
 }
 
+/// For each group, the live entries of its block table of some length, after its leading `cached` entries. Null blocks
+/// count. Of a state group, only the slot with the state is live.
+pub fn live_entries(
+    geometry: &Geometry,
+    num_tokens: Option<u64>,
+    lengths: &[usize],
+    cached: &[u64],
+) -> Result<Vec<Range<usize>>> {
+    let groups = geometry.groups();
+    if lengths.len() != groups.len() {
+        return Err(Error::count("block_tables", lengths.len(), groups.len()));
+    }
+    let firsts = first_entries(geometry, num_tokens, cached)?;
+    let live = |((group, &length), first): ((&Group, &usize), u64)| {
+        let first = usize::try_from(first).map_or(length, |first| first.min(length));
+        match group.kind {
+            Kind::Ssm { num_speculative_blocks } => {
+                let slot = first.max(state_slot(length, num_speculative_blocks).unwrap_or(0));
+                slot..length.min(slot + 1)
+            }
+            _ => first..length,
+        }
+    };
+    Ok(groups.iter().zip(lengths).zip(firsts).map(live).collect())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
