@@ -272,6 +272,15 @@ def test_routes(tmp_path: Path) -> None:
     assert engines_of(without, "session", 2).tolist() == [0, 1, 0, 1]
 
 
+def test_a_shared_beginning_is_no_conversation(tmp_path: Path) -> None:
+    """All chats begin with the same two nodes, and the first turns are short. Each chat keeps one of the engines."""
+    turns = [[1, 2, 10 + chat, *range(100 * chat, 100 * chat + turn)] for turn in range(4) for chat in range(60)]
+    trace = read_trace(write(tmp_path, *(line(at, 16 * len(ids), hash_ids=ids) for at, ids in enumerate(turns))))
+    found = engines_of(trace, "turns", 6).reshape(4, 60)
+    assert np.bincount(found[0], minlength=6).min() >= 8
+    assert (found == found[0]).all()
+
+
 def test_the_command(tmp_path: Path) -> None:
     path = write(tmp_path, line(0, 4000, hash_ids=list(range(8))), line(5000, 4000, hash_ids=list(range(8))))
     engines = ("gemma-3-4b", "--prefill", "tp=2", "--decode", "tp=4", "--engines", "2p1d", "--decode-pool", "400GB")

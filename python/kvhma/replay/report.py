@@ -7,6 +7,7 @@ its cache. Tokens of answers have no identity in a trace, so no later prompt hit
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
@@ -29,6 +30,8 @@ LINKS = (10, 25, 100, 400)
 """Gb/s of the links that are compared."""
 _WINDOWS = (1, 10)
 """Seconds over which a rate is taken."""
+_SHARED = 8
+"""A beginning that so many prompts have continued is a shared one, such as a system prompt, and no conversation."""
 WITHOUT_END = (1 << 64) - 1
 """Bytes of a cache that evicts nothing."""
 
@@ -63,12 +66,16 @@ def _turns(paths: Paths, number: int) -> NDArray[np.int64]:
     bounds = paths.offsets.tolist()
     last: dict[int, int] = {}
     """The engine of the last prompt that ended with a node, or with a part of the node after it."""
+    continued: Counter[int] = Counter()
     found, fresh = np.zeros(len(bounds) - 1, np.int64), 0
     for request in range(len(found)):
         path = paths.nodes[bounds[request] : bounds[request + 1]].tolist()
-        engine = next((last[node] for node in reversed(path) if node in last), None)
-        if engine is None:
+        node = next((node for node in reversed(path) if node in last and continued[node] < _SHARED), None)
+        if node is None:
             engine, fresh = fresh % number, fresh + 1
+        else:
+            engine = last[node]
+            continued[node] += 1
         found[request] = engine
         last.update(dict.fromkeys(path[-2:], engine))
     return found
