@@ -34,6 +34,7 @@ __all__ = [
     "fa_views",
     "first_entries",
     "first_needed_tokens",
+    "first_tokens",
     "ids_to_text",
     "join_tables",
     "live_spans",
@@ -478,6 +479,33 @@ def first_needed_tokens(geometry: _AnyGeometry, num_tokens: int) -> list[int]:
 
     Raises:
         RequestError: an argument has the wrong type, or a number is out of range.
+    """
+
+def first_tokens(
+    arrivals: NDArray[np.float64],
+    at_prefill: NDArray[np.uint32],
+    at_decode: NDArray[np.uint32],
+    prefill: NDArray[np.float64],
+    read: NDArray[np.float64],
+    decode: NDArray[np.float64],
+    expected: NDArray[np.float64],
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Return how long requests wait for their first token in the queues of engines, and which of them are handed off.
+
+    Args:
+        arrivals: float64 of shape (n,), seconds, ascending. All other arrays have the same shape.
+        at_prefill: uint32, numbers of prefill engines.
+        at_decode: uint32, numbers of decode engines.
+        prefill: float64, seconds in which P computes what it lacks of a prompt.
+        read: float64, seconds in which D reads what it lacks.
+        decode: float64, seconds in which D computes what it lacks.
+        expected: float64, seconds of the read that the router expects. Minus infinity always hands off, infinity never.
+
+    Returns:
+        float64 of shape (n,), seconds from the arrival to the first token, and bool of shape (n,), whether P computed.
+
+    Raises:
+        RequestError: the arrays do not fit, or a time is negative.
     """
 
 def prefix_hits(

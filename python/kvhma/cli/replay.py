@@ -14,7 +14,7 @@ from kvhma.cli.arguments import FILE, Arguments, model_options
 from kvhma.cli.cost import ROOM
 from kvhma.cli.format import Sheet, output_options, print_json, print_sheets, progress
 from kvhma.cli.link_file import load_link
-from kvhma.cli.values import Bytes, Engines, Speeds
+from kvhma.cli.values import Bytes, Engines, Speeds, Tokens
 from kvhma.costs import DEFAULT_LINK, Link
 from kvhma.replay.report import LINKS, WITHOUT_END, Route, replay
 from kvhma.replay.traces import Trace, read_trace
@@ -25,13 +25,20 @@ _RULES = {
     "one_hit": "and D's cache, one hit for all groups",
     "each_group": "and D's cache, a hit of each group",
 }
+_POLICIES = {
+    "always": "always",
+    "never": "never",
+    "threshold": "from {:,} missing tokens on",
+    "cost": "if predicted faster",
+}
 
 
 @click.command("replay")
 @click.argument("trace", type=FILE)
 @model_options
-@click.option("--engines", type=Engines(), default="1P1D", show_default=True, help="Numbers of engines: 4P2D.")
+@click.option("--engines", type=Engines(), help="Numbers of engines: 4P2D. Default: one of each, without policies.")
 @click.option("--prefill-tokens-per-second", "speeds", type=Speeds(), help="Tokens that P/D compute in a second.")
+@click.option("--decode-tokens-per-second", "decode_speed", type=Tokens(), help="Tokens that a D decodes in a second.")
 @click.option("--link", help="A link to compare: Gb/s, or a file of `kvhma bench link`. Default: 10, 25, 100 and 400.")
 @click.option("--fixed-ms", type=click.FloatRange(0), default=0.0, help="Time of a hand-off besides its reads.")
 @click.option("--prefill-pool", type=Bytes(), help="Cache of a P, all its ranks: 400GB. Default: no end.")
@@ -40,8 +47,9 @@ _RULES = {
 @output_options
 def replay_(
     trace: Path,
-    engines: tuple[int, int],
+    engines: tuple[int, int] | None,
     speeds: tuple[int, int] | None,
+    decode_speed: int | None,
     link: str | None,
     fixed_ms: float,
     prefill_pool: int | None,
@@ -64,17 +72,21 @@ def replay_(
         task = bar.add_task("reading", total=trace.stat().st_size)
         requests = read_trace(trace, lambda done: bar.update(task, completed=done))
     pools = (prefill_pool or WITHOUT_END, decode_pool or WITHOUT_END)
-    found = replay(
-        requests,
-        hand_off.decode,
-        hand_off.prefill,
-        engines=engines,
-        speeds=speeds,
-        pools=pools,
-        route=route,
-        links=links,
-        fixed_seconds=fixed_ms / 1e3,
-    )
+    with progress(quiet) as bar:
+        task = bar.add_task("replaying", total=None)
+        found = replay(
+            requests,
+            hand_off.decode,
+            hand_off.prefill,
+            engines=engines,
+            speeds=speeds,
+            decode_speed=decode_speed,
+            pools=pools,
+            route=route,
+            links=links,
+            fixed_seconds=fixed_ms / 1e3,
+            on_step=lambda step: bar.update(task, description=step),
+        )
     if as_json:
         print_json({"kvhma_replay": 1, "model": hand_off.name, "form": requests.form, "notes": requests.notes, **found})
         return
@@ -113,36 +125,59 @@ def _sheets(trace: Trace, name: str, found: Mapping[str, Any], links: Mapping[st
         "Gb/s of all engines; a request moves as it arrives. Answers have no identity: later prompts do not hit them."
     )
     sheets.append(Sheet(name, "lrrrrr", columns, rows, caption))
-    if "faster_on_d" in found:
-        shares = [
-            (link, f"{each['in_a_row']:.1%}", f"{each['scattered']:.1%}") for link, each in found["faster_on_d"].items()
-        ]
-        caption = "\n".join(
-            sorted({f"{each.seconds_per_descriptor * 1e6:g} µs a descriptor" for each in links.values()})
-        )
-        sheets.append(
-            Sheet(
-                "Requests that D computes as fast as it reads them",
-                "lrr",
-                ("link", "blocks in a row", "scattered"),
-                shares,
-                caption,
-            )
-        )
-        prefill = found["prefill"]
-        rows = [
-            ("seconds that P's compute", f"{prefill['seconds']:,.0f}", f"{prefill['seconds_with_cache']:,.0f}"),
-            (
-                "P's that are busy",
-                *(f"{prefill[field]:,.2f}" if field in prefill else "" for field in ("busy", "busy_with_cache")),
-            ),
-        ]
-        sent = prefill["gigabits_per_second"]
-        caption = (
-            f"A P that computes without a pause sends {sent['median']:,.1f} Gb/s for the median request, and at most "
-            f"{sent['p99']:,.1f} for 99 % of them."
-        )
-        if "decoded_tokens_per_second" in found:
-            caption += f"\nD's decode {found['decoded_tokens_per_second']:,.0f} tokens a second."
-        sheets.append(Sheet("Prefill", "lrr", ("", "without a cache", "with P's cache"), rows, caption))
+    if "prefill" in found:
+        sheets += [_faster_sheet(found, links), _prefill_sheet(found)]
+    if "policies" in found:
+        sheets.append(_policy_sheet(found["policies"]))
     return sheets
+
+
+def _faster_sheet(found: Mapping[str, Any], links: Mapping[str, Link]) -> Sheet:
+    shares = [
+        (link, f"{each['in_a_row']:.1%}", f"{each['scattered']:.1%}") for link, each in found["faster_on_d"].items()
+    ]
+    caption = "\n".join(sorted({f"{each.seconds_per_descriptor * 1e6:g} µs a descriptor" for each in links.values()}))
+    title = "Requests that D computes as fast as it reads them"
+    return Sheet(title, "lrr", ("link", "blocks in a row", "scattered"), shares, caption)
+
+
+def _prefill_sheet(found: Mapping[str, Any]) -> Sheet:
+    prefill = found["prefill"]
+    rows = [
+        (what, *(f"{prefill[field + cache]:,.{digits}f}" for cache in ("", "_with_cache")))
+        for what, field, digits in (
+            ("seconds that P's compute", "seconds", 0),
+            ("P's that are busy", "busy", 2),
+            ("P's for each busy D", "for_each_d", 2),
+        )
+        if field in prefill
+    ]
+    sent = prefill["gigabits_per_second"]
+    caption = (
+        f"A P that computes without a pause sends {sent['median']:,.1f} Gb/s for the median request, and at most "
+        f"{sent['p99']:,.1f} for 99 % of them."
+    )
+    if "decoded_tokens_per_second" in found:
+        caption += f"\nD's decode {found['decoded_tokens_per_second']:,.0f} tokens a second."
+    return Sheet("Prefill", "lrr", ("", "without a cache", "with P's cache"), rows, caption)
+
+
+def _policy_sheet(found: Mapping[str, Mapping[str, Any]]) -> Sheet:
+    rows = []
+    for link, outcomes in found.items():
+        for name, text in _POLICIES.items():
+            outcome = outcomes[name]
+            rows.append(
+                (
+                    link if name == "always" else "",
+                    text.format(outcome.get("tokens", 0)) + ", the best" * (name == outcomes["best"]),
+                    *(f"{outcome[field]:,.3f}" for field in ("mean", "median", "p99")),
+                    f"{outcome['handed_off']:.0%}",
+                )
+            )
+    caption = (
+        "Each P and D computes, and each D reads, one prompt after the other. Hits do not depend on the policy. "
+        "docs/replay.md has the rules."
+    )
+    columns = ("link", "hands off", "mean, s", "median", "99 %", "handed off")
+    return Sheet("Time to the first token", "llrrrr", columns, rows, caption)

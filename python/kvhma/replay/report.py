@@ -8,7 +8,7 @@ its cache. Tokens of answers have no identity in a trace, so no later prompt hit
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kvhma._kvhma import prefix_hits
 from kvhma.costs import Costs, HandOffCost, Link, cost
 from kvhma.geometry import Geometry, Group
+from kvhma.replay.policies import Ways, compare
 from kvhma.replay.traces import Paths, Trace
 
 Route: TypeAlias = Literal["turns", "session", "hash", "round-robin"]
@@ -133,12 +134,14 @@ def replay(
     decode: Sequence[Geometry],
     prefill: Sequence[Geometry],
     *,
-    engines: tuple[int, int] = (1, 1),
+    engines: tuple[int, int] | None = None,
     speeds: tuple[float, float] | None = None,
+    decode_speed: float | None = None,
     pools: tuple[int, int] = (WITHOUT_END, WITHOUT_END),
     route: Route = "turns",
     links: Mapping[str, Link],
     fixed_seconds: float = 0.0,
+    on_step: Callable[[str], object] = lambda step: None,
 ) -> dict[str, Any]:
     """Replay a trace.
 
@@ -146,18 +149,21 @@ def replay(
         trace: the requests.
         decode: ranks of a decode engine.
         prefill: ranks of a prefill engine.
-        engines: numbers of prefill and of decode engines.
+        engines: numbers of prefill and of decode engines; None for one of each, without policies.
         speeds: tokens that P and D compute in a second; None to leave out what needs them.
+        decode_speed: tokens of all its answers that a D decodes in a second.
         pools: bytes of the cache of a prefill and of a decode engine.
         route: how requests find a decode engine, and a prefill engine.
         links: links to compare, by name.
         fixed_seconds: time of a hand-off besides its reads.
+        on_step: called with the name of each step that begins.
 
     Returns:
         Plain numbers: lengths in tokens, bytes, Gb/s, seconds and shares. docs/replay.md has the fields.
     """
     costs = cost(decode, prefill, fixed_seconds=fixed_seconds)
-    at_p, at_d = (engines_of(trace, route, number) for number in engines)
+    at_p, at_d = (engines_of(trace, route, number) for number in engines or (1, 1))
+    on_step("bytes of whole prompts")
     # Without a hit the length alone decides, and many requests have the same.
     lengths, which = np.unique(trace.prompts, return_inverse=True)
 
@@ -166,10 +172,12 @@ def replay(
 
     priced = {"whole": without_hits(cost(without_clipping(decode), without_clipping(prefill)))}
     priced["clipped"] = without_hits(costs)
+    own_hits = np.zeros((len(costs.groups), 1), np.int64)
     if trace.paths is not None:
-        sides: tuple[tuple[str, Side], ...] = (("one_hit", "one hit"), ("each_group", "each group"))
-        for name, side in sides:
-            priced[name] = costs.of_each(trace.prompts, hits_of(trace, decode, side, at_d, pools[1]))
+        on_step("hits of D's caches")
+        priced["one_hit"] = costs.of_each(trace.prompts, hits_of(trace, decode, "one hit", at_d, pools[1]))
+        own_hits = hits_of(trace, decode, "each group", at_d, pools[1])
+        priced["each_group"] = costs.of_each(trace.prompts, own_hits)
     span = float(trace.seconds[-1]) if len(trace) else 0.0
     found: dict[str, Any] = {
         "requests": len(trace),
@@ -183,16 +191,41 @@ def replay(
         found["decoded_tokens_per_second"] = float(trace.answers.sum()) / span
     if speeds is None:
         return found
+    on_step("hits of P's caches")
     computed = trace.prompts / speeds[0]
-    missing = (trace.prompts - hits_of(trace, prefill, "prefill", at_p, pools[0]).min(axis=0)) / speeds[0]
-    found["prefill"] = {"seconds": float(computed.sum()), "seconds_with_cache": float(missing.sum())}
-    if span:
-        found["prefill"] |= {"busy": float(computed.sum()) / span, "busy_with_cache": float(missing.sum()) / span}
+    with_cache = (trace.prompts - hits_of(trace, prefill, "prefill", at_p, pools[0]).min(axis=0)) / speeds[0]
+    found["prefill"] = _busy(trace, {"": computed, "_with_cache": with_cache}, decode_speed)
     sent = priced["clipped"].bytes * 8e-9 / computed
     found["prefill"]["gigabits_per_second"] = {"median": float(np.median(sent)), "p99": float(np.percentile(sent, 99))}
+    on_step("links")
     found["faster_on_d"] = {
         name: _faster(without_hits(costs, link), trace.prompts / speeds[1]) for name, link in links.items()
     }
+    if engines is None:
+        return found
+    on_step("hits of a D that computes all")
+    missing = trace.prompts - own_hits.min(axis=0)
+    alone = (trace.prompts - hits_of(trace, decode, "prefill", at_d, pools[1]).min(axis=0)) / speeds[1]
+    ways = Ways(trace.seconds, at_p, at_d, with_cache, missing, missing / speeds[1], alone, fixed_seconds)
+    found["policies"] = {}
+    for name, link in links.items():
+        on_step(f"policies: {name}")
+        read = without_hits(costs, link) if trace.paths is None else costs.of_each(trace.prompts, own_hits, link=link)
+        found["policies"][name] = compare(ways, read)
+    return found
+
+
+def _busy(trace: Trace, seconds: Mapping[str, NDArray[np.float64]], decode_speed: float | None) -> dict[str, Any]:
+    """Return the seconds that P's compute, how many of them are busy, and how many each busy D needs."""
+    found: dict[str, Any] = {}
+    span, answers = float(trace.seconds[-1]), float(trace.answers.sum())
+    for name, each in seconds.items():
+        computed = float(each.sum())
+        found[f"seconds{name}"] = computed
+        if span:
+            found[f"busy{name}"] = computed / span
+        if decode_speed and answers:
+            found[f"for_each_d{name}"] = computed / (answers / decode_speed)
     return found
 
 

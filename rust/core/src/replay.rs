@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Which leading tokens the prefix caches of engines hold when requests of a trace come, one after the other.
+//! How long requests wait for their first token in the queues of engines.
 //!
 //! A prompt is a path of nodes: a node stands for its tokens with all tokens before it, so equal nodes are equal
 //! prefixes. Blocks, hits and evictions follow vLLM's rules; a block belongs to the node in which it ends.
@@ -359,6 +360,77 @@ fn longest_hit(runs: &[(u64, u64)], group: &Group, limit: u64) -> u64 {
         Kind::Full | Kind::Mla | Kind::Opaque => runs.first().filter(|run| run.0 == 0).map_or(0, |run| run.1.min(most)),
     };
     blocks * block
+}
+
+/// What requests take on either way, in seconds, in the order of their arrival.
+#[derive(Clone, Copy, Debug)]
+pub struct Ways<'a> {
+    /// When each request arrives.
+    pub arrivals: &'a [f64],
+    /// Number of its prefill engine.
+    pub at_prefill: &'a [u32],
+    /// Number of its decode engine.
+    pub at_decode: &'a [u32],
+    /// Time in which P computes what it lacks of the prompt.
+    pub prefill: &'a [f64],
+    /// Time in which D reads what it lacks of the prompt.
+    pub read: &'a [f64],
+    /// Time in which D computes what it lacks of the prompt.
+    pub decode: &'a [f64],
+    /// Time that the router expects of the read. Minus infinity always hands off, infinity never.
+    pub expected: &'a [f64],
+}
+
+impl Ways<'_> {
+    /// Whether all arrays have the same length, arrivals ascend, and times are not negative.
+    #[must_use]
+    pub fn is_sound(&self) -> bool {
+        let number = self.arrivals.len();
+        let is_time = |&seconds: &f64| seconds >= 0.0 && seconds.is_finite();
+        let times = [self.arrivals, self.prefill, self.read, self.decode];
+        let engines = [self.at_prefill, self.at_decode];
+        times.iter().all(|each| each.len() == number && each.iter().all(is_time))
+            && engines.iter().all(|each| each.len() == number && each.iter().all(|&engine| engine < MAX_ENGINES))
+            && self.expected.len() == number
+            && !self.expected.iter().any(|seconds| seconds.is_nan())
+            && self.arrivals.is_sorted()
+    }
+}
+
+/// Return the seconds from each arrival to the first token, and which requests are handed off.
+///
+/// An engine computes its prompts in the order in which they arrived, a D beside its reads. D reads one prompt after the
+/// other, in the order in which P's have computed them.
+#[must_use]
+pub fn first_tokens(ways: Ways<'_>) -> (Vec<f64>, Vec<bool>) {
+    let free = |engines: &[u32]| vec![0.0_f64; engines.iter().max().map_or(0, |&most| most as usize + 1)];
+    let (mut prefill_free, mut decode_free) = (free(ways.at_prefill), free(ways.at_decode));
+    let mut link_free = decode_free.clone();
+    let mut reads = Vec::new();
+    let mut handed_off = vec![false; ways.arrivals.len()];
+    let mut waits = vec![0.0; ways.arrivals.len()];
+    for (request, &arrival) in ways.arrivals.iter().enumerate() {
+        let at_prefill = &mut prefill_free[ways.at_prefill[request] as usize];
+        let at_decode = &mut decode_free[ways.at_decode[request] as usize];
+        let by_prefill = arrival.max(*at_prefill) + ways.prefill[request];
+        let by_decode = arrival.max(*at_decode) + ways.decode[request];
+        if by_prefill + ways.expected[request] < by_decode {
+            *at_prefill = by_prefill;
+            handed_off[request] = true;
+            reads.push((by_prefill, request));
+        } else {
+            *at_decode = by_decode;
+            waits[request] = by_decode - arrival;
+        }
+    }
+    // The router looks at no link, so the reads can follow when all decisions are made.
+    reads.sort_by(|left, right| left.0.total_cmp(&right.0));
+    for (ready, request) in reads {
+        let link = &mut link_free[ways.at_decode[request] as usize];
+        *link = ready.max(*link) + ways.read[request];
+        waits[request] = *link - ways.arrivals[request];
+    }
+    (waits, handed_off)
 }
 
 /// Mixes the bits of a key: the names of nodes often count up.

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-use kvhma_core::replay::{self, CacheGroup, Requests, Side};
+use kvhma_core::replay::{self, CacheGroup, Requests, Side, Ways};
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
 
 use crate::error::type_error;
 use crate::geometry::read_geometry;
+
+type Array<'py, T> = Bound<'py, PyArray1<T>>;
 
 /// Return the tokens that the groups of engines' caches hit, for each request of a trace.
 ///
@@ -39,7 +41,7 @@ pub(crate) fn prefix_hits<'py>(
     groups: Vec<(usize, u64)>,
     pool: u64,
     side: &str,
-) -> PyResult<Bound<'py, PyArray1<u32>>> {
+) -> PyResult<Array<'py, u32>> {
     let requests = Requests {
         nodes: nodes.as_slice()?,
         ends: ends.as_slice()?,
@@ -66,4 +68,48 @@ pub(crate) fn prefix_hits<'py>(
     }
     let hits = py.detach(|| replay::prefix_hits(requests, &groups, pool, side));
     Ok(hits.into_pyarray(py))
+}
+
+/// Return how long requests wait for their first token in the queues of engines, and which of them are handed off.
+///
+/// Args:
+///     arrivals: float64 of shape (n,), seconds, ascending. All other arrays have the same shape.
+///     at_prefill: uint32, numbers of prefill engines.
+///     at_decode: uint32, numbers of decode engines.
+///     prefill: float64, seconds in which P computes what it lacks of a prompt.
+///     read: float64, seconds in which D reads what it lacks.
+///     decode: float64, seconds in which D computes what it lacks.
+///     expected: float64, seconds of the read that the router expects. Minus infinity always hands off, infinity never.
+///
+/// Returns:
+///     float64 of shape (n,), seconds from the arrival to the first token, and bool of shape (n,), whether P computed.
+///
+/// Raises:
+///     RequestError: the arrays do not fit, or a time is negative.
+#[pyfunction]
+#[allow(clippy::too_many_arguments, reason = "arrays of a trace")]
+pub(crate) fn first_tokens<'py>(
+    py: Python<'py>,
+    arrivals: PyReadonlyArray1<'py, f64>,
+    at_prefill: PyReadonlyArray1<'py, u32>,
+    at_decode: PyReadonlyArray1<'py, u32>,
+    prefill: PyReadonlyArray1<'py, f64>,
+    read: PyReadonlyArray1<'py, f64>,
+    decode: PyReadonlyArray1<'py, f64>,
+    expected: PyReadonlyArray1<'py, f64>,
+) -> PyResult<(Array<'py, f64>, Array<'py, bool>)> {
+    let ways = Ways {
+        arrivals: arrivals.as_slice()?,
+        at_prefill: at_prefill.as_slice()?,
+        at_decode: at_decode.as_slice()?,
+        prefill: prefill.as_slice()?,
+        read: read.as_slice()?,
+        decode: decode.as_slice()?,
+        expected: expected.as_slice()?,
+    };
+    if !ways.is_sound() {
+        return Err(type_error(py, "arrivals", "", "do not fit the other arrays, or a time is negative"));
+    }
+    let (waits, handed_off) = py.detach(|| replay::first_tokens(ways));
+    Ok((waits.into_pyarray(py), handed_off.into_pyarray(py)))
 }
