@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import IO, Any, get_args
 
 import click
 
@@ -14,6 +14,7 @@ from kvhma.cli.arguments import FILE, Arguments, model_options
 from kvhma.cli.cost import ROOM
 from kvhma.cli.format import Sheet, output_options, print_json, print_sheets, progress
 from kvhma.cli.link_file import load_link
+from kvhma.cli.replay_picture import picture
 from kvhma.cli.values import Bytes, Engines, Speeds, Tokens
 from kvhma.costs import DEFAULT_LINK, Link
 from kvhma.replay.report import LINKS, WITHOUT_END, Route, replay
@@ -44,6 +45,7 @@ _POLICIES = {
 @click.option("--prefill-pool", type=Bytes(), help="Cache of a P, all its ranks: 400GB. Default: no end.")
 @click.option("--decode-pool", type=Bytes(), help="The same of a D.")
 @click.option("--route", type=click.Choice(get_args(Route)), default="turns", show_default=True, help="docs/replay.md")
+@click.option("--svg", type=click.File("w", encoding="utf-8"), help="Draw rates over time, bytes by length.")
 @output_options
 def replay_(
     trace: Path,
@@ -55,6 +57,7 @@ def replay_(
     prefill_pool: int | None,
     decode_pool: int | None,
     route: Route,
+    svg: IO[str] | None,
     as_json: bool,
     quiet: bool,
     **given: Any,
@@ -86,7 +89,12 @@ def replay_(
             links=links,
             fixed_seconds=fixed_ms / 1e3,
             on_step=lambda step: bar.update(task, description=step),
+            with_curves=svg is not None,
         )
+    if svg is not None:
+        rates = {name: each.bytes_per_second * 8e-9 for name, each in links.items()}
+        readers = (engines or (1, 1))[1] * len(hand_off.decode)
+        svg.write(picture(f"{trace.name}, {hand_off.name}", found.pop("curves"), rates, readers))
     if as_json:
         print_json({"kvhma_replay": 1, "model": hand_off.name, "form": requests.form, "notes": requests.notes, **found})
         return

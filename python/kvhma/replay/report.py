@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -19,7 +20,7 @@ from kvhma._kvhma import prefix_hits
 from kvhma.costs import Costs, HandOffCost, Link, cost
 from kvhma.geometry import Geometry, Group
 from kvhma.replay.policies import Ways, compare
-from kvhma.replay.traces import Paths, Trace
+from kvhma.replay.traces import Paths, Trace, grid_of
 
 Route: TypeAlias = Literal["turns", "session", "hash", "round-robin"]
 """How requests find an engine; docs/replay.md defines them."""
@@ -31,6 +32,8 @@ LINKS = (10, 25, 100, 400)
 """Gb/s of the links that are compared."""
 _WINDOWS = (1, 10)
 """Seconds over which a rate is taken."""
+_POINTS = 300
+"""Limit of the times in a picture; its lengths are a third of these."""
 _SHARED = 8
 """A beginning that so many prompts have continued is a shared one, such as a system prompt, and no conversation."""
 WITHOUT_END = (1 << 64) - 1
@@ -142,6 +145,7 @@ def replay(
     links: Mapping[str, Link],
     fixed_seconds: float = 0.0,
     on_step: Callable[[str], object] = lambda step: None,
+    with_curves: bool = False,
 ) -> dict[str, Any]:
     """Replay a trace.
 
@@ -157,6 +161,7 @@ def replay(
         links: links to compare, by name.
         fixed_seconds: time of a hand-off besides its reads.
         on_step: called with the name of each step that begins.
+        with_curves: whether to return `curves` too, arrays that a picture shows.
 
     Returns:
         Plain numbers: lengths in tokens, bytes, Gb/s, seconds and shares. docs/replay.md has the fields.
@@ -170,7 +175,8 @@ def replay(
     def without_hits(of: HandOffCost, link: Link | None = None) -> Costs:
         return Costs._make(column[which] for column in of.of_each(lengths, link=link))
 
-    priced = {"whole": without_hits(cost(without_clipping(decode), without_clipping(prefill)))}
+    whole = cost(without_clipping(decode), without_clipping(prefill))
+    priced = {"whole": without_hits(whole)}
     priced["clipped"] = without_hits(costs)
     own_hits = np.zeros((len(costs.groups), 1), np.int64)
     if trace.paths is not None:
@@ -187,6 +193,9 @@ def replay(
         "bytes": {name: int(each.bytes.sum()) for name, each in priced.items()},
         "gigabits_per_second": {name: _rates(trace.seconds, each.bytes) for name, each in priced.items()},
     }
+    if with_curves:
+        shown = {name: each.bytes for name, each in priced.items() if name != "one_hit"}
+        found["curves"] = _over_time(trace, shown) | _by_length(trace.prompts, {"whole": whole, "clipped": costs})
     if span:
         found["decoded_tokens_per_second"] = float(trace.answers.sum()) / span
     if speeds is None:
@@ -242,6 +251,32 @@ def _rates(seconds: NDArray[np.float64], nbytes: NDArray[np.int64]) -> dict[str,
         sums = np.bincount((seconds // window).astype(np.int64), weights=nbytes)
         found[f"p99_of_{window}_s"] = float(np.percentile(sums, 99)) * 8e-9 / window
     return found
+
+
+def _over_time(trace: Trace, nbytes: Mapping[str, NDArray[np.int64]]) -> dict[str, Any]:
+    """Return the mean rates of windows of the same length. Arrivals on a grid are in the middle of a step."""
+    grid = grid_of(trace.seconds)
+    step, offset = grid or 1.0, (grid or 0.0) / 2
+    shortest = float(trace.seconds[-1] + 2 * offset) / _POINTS
+    window = next(window for power in count() for each in (1, 2, 5) if (window := step * each * 10**power) >= shortest)
+    at = ((trace.seconds + offset) // window).astype(np.int64)
+    return {
+        "window": window,
+        "seconds": (np.arange(at[-1] + 1) + 0.5) * window - offset,
+        "gigabits_per_second": {name: np.bincount(at, weights=each) * 8e-9 / window for name, each in nbytes.items()},
+    }
+
+
+def _by_length(prompts: NDArray[np.int64], costs: Mapping[str, HandOffCost]) -> dict[str, Any]:
+    """Return bytes for some lengths, and how dense the prompts are on a logarithmic scale between edges."""
+    low, high = int(prompts.min()), max(int(prompts.max()) + 1, 2 * int(prompts.min()))
+    tokens, edges = (np.unique(np.rint(np.geomspace(low, high, _POINTS // part)).astype(np.int64)) for part in (3, 5))
+    return {
+        "tokens": tokens,
+        "bytes": {name: each.of_each(tokens).bytes for name, each in costs.items()},
+        "edges": edges,
+        "density": np.histogram(prompts, edges)[0] / np.diff(np.log2(edges)),
+    }
 
 
 def _faster(read: Costs, limit: NDArray[np.float64]) -> dict[str, float]:
