@@ -46,6 +46,7 @@ __all__ = [
     "ssm_views",
     "text_to_ids",
     "texts_to_spans",
+    "turns",
     "validate",
     "window_blocks",
 ]
@@ -506,6 +507,23 @@ def first_tokens(
 
     Raises:
         RequestError: the arrays do not fit, or a time is negative.
+    """
+
+def turns(nodes: NDArray[np.int64], offsets: NDArray[np.uint64], number: int) -> NDArray[np.uint32]:
+    """Return the engine of each prompt: that of the longest earlier prompt which it continues, else the next one.
+
+    A beginning that eight prompts have continued is a shared one, and no earlier prompt.
+
+    Args:
+        nodes: int64, the nodes of all prompts.
+        offsets: uint64 of shape (n + 1,), where the nodes of a prompt begin.
+        number: of engines.
+
+    Returns:
+        uint32 of shape (n,).
+
+    Raises:
+        RequestError: the arrays do not fit.
     """
 
 def prefix_hits(

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import kvhma
-from kvhma._kvhma import prefix_hits
+from kvhma._kvhma import prefix_hits, turns
 from kvhma.cli.engine_options import EngineOptions
 from kvhma.cli.hand_off import RequestOptions, of_model
 from kvhma.errors import RequestError
@@ -270,6 +270,32 @@ def test_routes(tmp_path: Path) -> None:
     assert engines_of(trace, "turns", 1).tolist() == [0] * 4
     without = replace(trace, sessions=None)
     assert engines_of(without, "session", 2).tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_turns_by_their_definition(seed: int) -> None:
+    """Each prompt looks through all earlier ones. Some prompts have no whole block, and so no node."""
+    rng = np.random.default_rng(seed)
+    paths = [rng.integers(0, 3, rng.integers(0, 7)).cumsum().tolist() for _ in range(120)]
+    ends: list[set[int]] = []
+    found: list[int] = []
+    continued, fresh = dict.fromkeys(range(20), 0), 0
+    for path in paths:
+        earlier = [(node, at) for node in path[::-1] for at in range(len(ends))[::-1] if node in ends[at]]
+        node, at = next(((node, at) for node, at in earlier if continued[node] < 8), (None, None))
+        if node is None or at is None:
+            found.append(fresh % 3)
+            fresh += 1
+        else:
+            found.append(found[at])
+            continued[node] += 1
+        ends.append(set(path[-2:]))
+    offsets = np.cumsum([0, *map(len, paths)]).astype(np.uint64)
+    nodes = np.array([node for path in paths for node in path], np.int64)
+    assert turns(nodes, offsets, 3).tolist() == found
+    for wrong in (offsets[::-1].copy(), offsets + np.uint64(1), offsets[:0]):
+        with pytest.raises(RequestError, match="offsets"):
+            turns(nodes, wrong, 3)
 
 
 def test_a_shared_beginning_is_no_conversation(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ its cache. Tokens of answers have no identity in a trace, so no later prompt hit
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -16,11 +15,11 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvhma._kvhma import prefix_hits
+from kvhma._kvhma import prefix_hits, turns
 from kvhma.costs import Costs, HandOffCost, Link, cost
 from kvhma.geometry import Geometry, Group
 from kvhma.replay.policies import Ways, compare
-from kvhma.replay.traces import Paths, Trace, grid_of
+from kvhma.replay.traces import Trace, grid_of
 
 Route: TypeAlias = Literal["turns", "session", "hash", "round-robin"]
 """How requests find an engine; docs/replay.md defines them."""
@@ -34,8 +33,6 @@ _WINDOWS = (1, 10)
 """Seconds over which a rate is taken."""
 _POINTS = 300
 """Limit of the times in a picture; its lengths are a third of these."""
-_SHARED = 8
-"""A beginning that so many prompts have continued is a shared one, such as a system prompt, and no conversation."""
 WITHOUT_END = (1 << 64) - 1
 """Bytes of a cache that evicts nothing."""
 
@@ -62,27 +59,8 @@ def engines_of(trace: Trace, route: Route, number: int) -> NDArray[np.uint32]:
         first[has_nodes] = nodes[offsets[:-1][has_nodes].astype(np.int64)]
         found = np.unique(first, return_inverse=True)[1] % number
     elif route == "turns" and trace.paths is not None and number > 1:
-        found = _turns(trace.paths, number)
+        return turns(trace.paths.nodes, trace.paths.offsets, number)
     return found.astype(np.uint32)
-
-
-def _turns(paths: Paths, number: int) -> NDArray[np.int64]:
-    bounds = paths.offsets.tolist()
-    last: dict[int, int] = {}
-    """The engine of the last prompt that ended with a node, or with a part of the node after it."""
-    continued: Counter[int] = Counter()
-    found, fresh = np.zeros(len(bounds) - 1, np.int64), 0
-    for request in range(len(found)):
-        path = paths.nodes[bounds[request] : bounds[request + 1]].tolist()
-        node = next((node for node in reversed(path) if node in last and continued[node] < _SHARED), None)
-        if node is None:
-            engine, fresh = fresh % number, fresh + 1
-        else:
-            engine = last[node]
-            continued[node] += 1
-        found[request] = engine
-        last.update(dict.fromkeys(path[-2:], engine))
-    return found
 
 
 def hits_of(

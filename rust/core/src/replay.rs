@@ -362,6 +362,34 @@ fn longest_hit(runs: &[(u64, u64)], group: &Group, limit: u64) -> u64 {
     blocks * block
 }
 
+/// A beginning that so many prompts have continued is a shared one, such as a system prompt, and no conversation.
+const SHARED: u32 = 8;
+
+/// Return the engine of each prompt: that of the longest earlier prompt which it continues, else the next of `number`.
+///
+/// `offsets` say where the nodes of a prompt begin, and are one more than there are prompts.
+#[must_use]
+pub fn turns(nodes: &[i64], offsets: &[usize], number: u32) -> Vec<u32> {
+    // The engine of the last prompt that ended with a node, or with a part of the node after it, and how many continued.
+    let mut last: HashMap<i64, (u32, u32), BuildHasherDefault<Mix>> = HashMap::default();
+    let mut next = (0..number).cycle();
+    let mut engine_of = |path: &[i64]| {
+        let is_open = |node: &&i64| last.get(node).is_some_and(|&(_, continued)| continued < SHARED);
+        let engine = match path.iter().rev().find(is_open).and_then(|node| last.get_mut(node)) {
+            Some((engine, continued)) => {
+                *continued += 1;
+                *engine
+            }
+            None => next.next().unwrap_or(0),
+        };
+        for &node in path.iter().rev().take(2) {
+            last.entry(node).or_insert((engine, 0)).0 = engine;
+        }
+        engine
+    };
+    offsets.windows(2).map(|ends| engine_of(&nodes[ends[0]..ends[1]])).collect()
+}
+
 /// What requests take on either way, in seconds, in the order of their arrival.
 #[derive(Clone, Copy, Debug)]
 pub struct Ways<'a> {

@@ -70,6 +70,35 @@ pub(crate) fn prefix_hits<'py>(
     Ok(hits.into_pyarray(py))
 }
 
+/// Return the engine of each prompt: that of the longest earlier prompt which it continues, else the next one.
+///
+/// A beginning that eight prompts have continued is a shared one, and no earlier prompt.
+///
+/// Args:
+///     nodes: int64, the nodes of all prompts.
+///     offsets: uint64 of shape (n + 1,), where the nodes of a prompt begin.
+///     number: of engines.
+///
+/// Returns:
+///     uint32 of shape (n,).
+///
+/// Raises:
+///     RequestError: the arrays do not fit.
+#[pyfunction]
+pub(crate) fn turns<'py>(
+    py: Python<'py>,
+    nodes: PyReadonlyArray1<'py, i64>,
+    offsets: PyReadonlyArray1<'py, u64>,
+    number: u32,
+) -> PyResult<Array<'py, u32>> {
+    let nodes = nodes.as_slice()?;
+    let offsets: Vec<usize> = offsets.as_slice()?.iter().map(|&offset| offset as usize).collect();
+    if !offsets.is_sorted() || offsets.last().is_none_or(|&end| end > nodes.len()) {
+        return Err(type_error(py, "offsets", "", "do not fit the nodes"));
+    }
+    Ok(py.detach(|| replay::turns(nodes, &offsets, number)).into_pyarray(py))
+}
+
 /// Return how long requests wait for their first token in the queues of engines, and which of them are handed off.
 ///
 /// Args:
