@@ -80,7 +80,7 @@ def curves(root: ET.Element, style: str) -> list[list[tuple[float, float]]]:
     """Return the points of the curves of a rule, without those of the legend."""
     found = [line.get("points", "").split() for line in root.iter(f"{SVG}polyline") if line.get("class") == style]
     points = [[tuple(map(float, point.split(","))) for point in each] for each in found]
-    return [each for each in points if len(each) > 2]  # type: ignore[misc]
+    return [each for each in points if len(each) > 2]
 
 
 def some_rows(number: int, seconds: float) -> list[tuple[float, int, int]]:

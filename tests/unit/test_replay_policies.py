@@ -157,6 +157,67 @@ def test_policies_of_public_traces_by_their_definition(
     assert found["a"]["best"] == min(expected, key=lambda name: expected[name][0])
 
 
+def caches_that_follow(trace: Trace, sides: Any, link: kvhma.Link, policy: str, numbers: int) -> float:
+    """Return the mean time to the first token if P has only what it computed, and D only what it read or computed.
+
+    A block is a node of the trace, which has 512 tokens.
+    """
+    assert trace.paths is not None
+    costs = kvhma.cost(sides.decode, sides.prefill, link, tokens_per_second=5_000, remote_tokens_per_second=10_000)
+    bounds, nodes = trace.paths.offsets.tolist(), trace.paths.nodes.tolist()
+    at = engines_of(trace, "turns", numbers).tolist()
+    computed, full, windows = ([set() for _ in range(numbers)] for _ in range(3))
+    free = np.zeros((2, numbers))
+    reads, waits = [], []
+    for request, now in enumerate(trace.seconds.tolist()):
+        engine, tokens = at[request], int(trace.prompts[request])
+        path = nodes[bounds[request] : bounds[request + 1]]
+        at_p, at_d = (
+            next(
+                (512 * block for block in range((tokens - 1) // 512) if path[block] not in held),
+                (tokens - 1) // 512 * 512,
+            )
+            for held in (computed[engine], full[engine])
+        )
+        ends = (end for end in range(at_d // 512, 0, -1) if windows[engine].issuperset(path[max(0, end - 2) : end]))
+        window = 512 * next(ends, 0)
+        cost = costs.of(tokens, [at_d if group.window is None else window for group in sides.decode[0].groups], at_p)
+        by_p = max(free[0, engine], now) + cost.remote_compute_seconds
+        by_d = max(free[1, engine], now) + cost.compute_seconds
+        whole = path[: tokens // 512]
+        full[engine].update(whole)
+        if policy == "always" or (policy == "cost" and by_p + cost.most_seconds < by_d):
+            free[0, engine] = by_p
+            reads.append((by_p, engine, now, cost.most_seconds))
+            computed[engine].update(whole)
+            windows[engine].update(whole[max(0, tokens + 1 - 1024) // 512 :])
+        else:
+            free[1, engine] = by_d
+            waits.append(by_d - now)
+            windows[engine].update(whole)
+    link_free = [0.0] * numbers
+    for ready, engine, now, seconds in sorted(reads):
+        link_free[engine] = max(link_free[engine], ready) + seconds
+        waits.append(link_free[engine] - now)
+    return float(np.mean(waits))
+
+
+@pytest.mark.parametrize("bandwidth", [1e9, 40e9])
+@pytest.mark.parametrize("file", ["mooncake_conversation_first3600.jsonl", "mooncake_synthetic_first3300.jsonl"])
+def test_caches_that_follow_the_policy_change_little(file: str, bandwidth: float) -> None:
+    """Hits that do not depend on the policy are those of `always` and of `never`. Between them the mean is near."""
+    if not (TRACES / file).is_file():
+        pytest.skip("needs the public traces in ../shared/traces")
+    trace, link = read_trace(TRACES / file), kvhma.Link(3e-6, bandwidth)
+    options = [EngineOptions(tp_size=size, block_size=512) for size in (2, 4)]
+    sides = of_model(model("gemma-3-27b"), *options, RequestOptions(1 << 17))
+    given: dict[str, Any] = {"engines": (18, 18), "speeds": (10_000, 5_000), "links": {"a": link}}
+    found = replay(trace, sides.decode, sides.prefill, **given)["policies"]["a"]
+    for policy, tolerance in (("always", 1e-9), ("never", 1e-9), ("cost", 0.02)):
+        exact = caches_that_follow(trace, sides, link, policy, 18)
+        assert found[policy]["mean"] == pytest.approx(exact, rel=tolerance), policy
+
+
 def first(trace: Trace, some: int) -> Trace:
     """Return the first requests of a trace."""
     paths = trace.paths
