@@ -6,7 +6,7 @@ docs/replay.md defines the queues and the policies.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,9 +44,7 @@ class Ways:
     fixed_seconds: float = 0.0
 
 
-def simulate(
-    ways: Ways, read: NDArray[np.float64], expected: NDArray[np.float64], decode: NDArray[np.float64] | None = None
-) -> dict[str, float]:
+def simulate(ways: Ways, read: NDArray[np.float64], expected: NDArray[np.float64]) -> dict[str, float]:
     """Let requests queue for their first token.
 
     Args:
@@ -54,23 +52,17 @@ def simulate(
         read: float64 of shape (n,), seconds in which D reads each request.
         expected: float64 of shape (n,), seconds of a whole hand-off after P's computing, as the router expects them.
             Minus infinity hands off, and infinity does not.
-        decode: other seconds in which D computes.
 
     Returns:
         Seconds to the first token (`mean`, `median`, `p99`), and the share that is `handed_off`.
     """
-    computed = ways.decode if decode is None else decode
     waits, handed_off = first_tokens(
-        ways.seconds, ways.at_prefill, ways.at_decode, ways.prefill, read, computed, expected
+        ways.seconds, ways.at_prefill, ways.at_decode, ways.prefill, read, ways.decode, expected
     )
     waits += ways.fixed_seconds * handed_off
     median, p99 = np.percentile(waits, (50, 99))
-    return {
-        "mean": float(waits.mean()),
-        "median": float(median),
-        "p99": float(p99),
-        "handed_off": float(handed_off.mean()),
-    }
+    found = {"mean": waits.mean(), "median": median, "p99": p99, "handed_off": handed_off.mean()}
+    return {name: float(value) for name, value in found.items()}
 
 
 def compare(ways: Ways, costs: Costs) -> dict[str, Any]:
@@ -85,10 +77,10 @@ def compare(ways: Ways, costs: Costs) -> dict[str, Any]:
         `best`, the name of the policy with the shortest mean.
     """
     read = costs.most_seconds - ways.fixed_seconds
-    always, never = (np.full(len(read), sign * np.inf) for sign in (-1, 1))
+    never = np.full(len(read), np.inf)
     found: dict[str, Any] = {
-        "always": simulate(ways, read, always),
-        "never": simulate(ways, read, never, ways.decode_alone),
+        "always": simulate(ways, read, -never),
+        "never": simulate(replace(ways, decode=ways.decode_alone), read, never),
     }
     by_threshold = [
         simulate(ways, read, np.where(ways.missing >= tokens, -np.inf, np.inf)) | {"tokens": tokens}

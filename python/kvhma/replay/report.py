@@ -197,8 +197,8 @@ def replay(
     found["policies"] = {}
     for name, link in links.items():
         on_step(f"policies: {name}")
-        read = without_hits(costs, link) if trace.paths is None else costs.of_each(trace.prompts, own_hits, link=link)
-        found["policies"][name] = compare(ways, read)
+        reads = without_hits(costs, link) if trace.paths is None else costs.of_each(trace.prompts, own_hits, link=link)
+        found["policies"][name] = compare(ways, reads)
     return found
 
 
