@@ -226,6 +226,22 @@ def test_models_with_states_differ_only_where_nothing_would_be_left_to_load(mix:
     assert changed > 0
 
 
+@pytest.mark.parametrize("mix", ["full+sliding", "full+two windows", "full+chunked", "full+state"])
+def test_a_load_of_less_than_vllm_hits_by_itself_takes_nothing_away(mix: str) -> None:
+    """Another engine may hold only the beginning of what this one has, as of an earlier turn."""
+    for seed in range(100):
+        rng = random.Random(seed)
+        d = Decode(mix)
+        prompt = [rng.randrange(10**6) for _ in range(rng.randrange(100, 700))]
+        d.load(prompt, answer=BLOCK)
+        turn = [*prompt, *range(BLOCK), *(rng.randrange(10**6) for _ in range(400))]
+        d.load(turn)
+        request = request_of("q", turn[: len(prompt) + 200])
+        usual = d.manager.get_computed_blocks(request)[1]
+        assert len(prompt) // BLOCK * BLOCK <= usual <= d.ask(request, request.num_tokens - 1)[1]
+        assert d.ask(request, rng.randint(1, usual))[1::2] == (usual, False), f"seed {seed}"
+
+
 @pytest.mark.parametrize("mix", ["full+sliding", "full+two windows", "mla+sliding"])
 def test_another_question_about_a_document(mix: str) -> None:
     d = Decode(mix)

@@ -204,6 +204,11 @@ def hit_each_group(manager: KVCacheManager, tokens_to_load: Callable[[Request], 
             limit = min(hits[full], loaded - 1)
             if max(hits) <= limit:
                 return make_blocks(blocks), hits[full], 0, True
+            hit = hits[full]
+        if loaded <= hit:  # then the load may bring less than all groups have
+            usual = manager.get_computed_blocks(request)
+            if usual[1] >= loaded:
+                return *usual, False
         blocks, hits = look_up(request.block_hashes, limit)
         return make_blocks(blocks), hits[full], 0, min(hits) < hits[full]
 
