@@ -2,6 +2,7 @@
 """Prompts that D reads while P computes them, between two hosts with a cable of limited rate.
 
 They are compared with computing first and reading afterwards, by kvhma and by vLLM's own connector. P really computes.
+Then D gets a second question about a document over 1 Gb/s: with hits of each group, and with vLLM's rule.
 
 Hosts are network namespaces of this machine (needs `ip` and `tc`, and the right to make them). Prints Markdown, which
 is benches/RESULTS_FOLLOWING.md. Needs the engines of `make e2e`, and `tests` on the path.
@@ -37,6 +38,7 @@ MODELS = {"llama": "FA", "gemma3": "FA + SWA", "nemotron_h": "FA + Mamba2", "qwe
 RATES = {"100mbit": 100e6 / 8, "1gbit": 1e9 / 8, "10gbit": 10e9 / 8, "unlimited": float("inf")}
 TOKENS = 4001
 CHUNK = 512
+DOCUMENT, QUESTION = 5000, 900
 CACHED = 3600
 """Tokens of the prompt that P has cached, in the rows where it has."""
 
@@ -281,6 +283,45 @@ D's step.
 """
 
 
+def documents(zygote: Zygote, folder: Path, hosts: tuple[Host, Host], rounds: int) -> None:
+    """Print the table of a second question about a document, in turns by each rule of D's hits."""
+    (model,) = make_models(zygote, folder / "models", "gpt_oss")
+    layers = {"num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4}
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 2048}
+    lengths = {"max_position_embeddings": 8192, "rope_parameters": yarn | {"beta_fast": 32.0, "beta_slow": 1.0}}
+    wide: dict[str, Any] = WIDE | {"hf_overrides": WIDE["hf_overrides"] | layers | lengths}
+    same = {"max_num_batched_tokens": CHUNK, "kv_cache_memory_bytes": 2 << 30, "max_model_len": 8192, **wide}
+
+    def engine(host: Host, core: str, block: int) -> dict[str, Any]:
+        env = host.env | {"VLLM_CPU_OMP_THREADS_BIND": core}
+        return kvhma("gpt_oss", block_size=block, enable_prefix_caching=True, env=env, **same)
+
+    settings = {"p": engine(hosts[0], "0", 32), "ours": engine(hosts[1], "1", 128), "vllm": engine(hosts[1], "1", 128)}
+    found: list[list[Turn]] = [[], []]
+    with engines(zygote, model, folder / "documents", **settings) as (p, *decodes):
+        limit(hosts, "1gbit")
+        decodes[1].core("e2e_hit_as_vllm")
+        pairs = [Pair(p, d, AFTER) for d in decodes]
+        for number in range(rounds):
+            document, first, *seconds = prompts(number, [DOCUMENT, *[QUESTION] * 3])
+            for index in (number % 2, 1 - number % 2):
+                pairs[index].turn(document + first, again=False)
+                with alone((p, pairs[index].d), (p, *decodes)):
+                    time.sleep(QUIET_SECONDS)
+                    found[index].append(pairs[index].turn(document + seconds[index], again=False))
+    print(
+        f"\n### A second question of {QUESTION:,} tokens about {DOCUMENT:,}, gpt_oss (FA + SWA), one core an engine\n"
+    )
+    print("| 1gbit | vLLM's rule | each group's hit | ratio |\n|---|---|---|---|")
+    for title, of, unit in (
+        ("first token, s", "first_token", 1),
+        ("after P's end, s", "after", 1),
+        ("MiB", "all_bytes", 2**20),
+    ):
+        ours, theirs = (statistics.median(getattr(turn, of) for turn in turns) / unit for turns in found)
+        print(f"| {title} | {theirs:,.2f} | {ours:,.2f} | {theirs / ours:.1f} × |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Reading while P computes, over a cable of limited rate.")
     parser.add_argument("--models", nargs="*", choices=[*MODELS], default=[*MODELS])
@@ -298,6 +339,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, cable() as hosts, Zygote(Path(folder) / "zygote.log") as zygote:
         for name in options.models:
             measure(zygote, Path(folder), hosts, name, options)
+        documents(zygote, Path(folder), hosts, options.rounds)
 
 
 if __name__ == "__main__":
