@@ -39,7 +39,7 @@ impl CheckedGeometry {
 
 /// The checked form of a `kvhma.Geometry`, or of a checked form itself.
 pub(crate) fn read_geometry(what: &str, value: &Bound<'_, PyAny>) -> PyResult<Py<CheckedGeometry>> {
-    let core = value.getattr("core").unwrap_or_else(|_| value.clone());
+    let core = value.getattr(pyo3::intern!(value.py(), "core")).unwrap_or_else(|_| value.clone());
     let no_geometry = |_| type_error(value.py(), what, &type_name(value), "is not a Geometry");
     Ok(core.cast_into::<CheckedGeometry>().map_err(no_geometry)?.unbind())
 }

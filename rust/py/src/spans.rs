@@ -5,6 +5,7 @@ use std::ops::Range;
 use kvhma_core::Error;
 use kvhma_core::lowlevel::ids;
 use numpy::IntoPyArray;
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyList, PySlice, PyString, PyTuple};
@@ -106,18 +107,18 @@ pub(crate) fn spans_to_fill<'py>(
     let mut spans = Vec::with_capacity(entries.len());
     for ((group, table), Range { start, end }) in geometry.groups().iter().zip(tables).zip(entries) {
         let (mut first, mut ids) = (start, Vec::with_capacity(end - start));
-        for index in start..end {
-            let block = table.get_item(index)?;
-            let is_null = ids.is_empty() && block.getattr("is_null")?.is_truthy()?;
+        for (index, block) in (start..end).zip(table.try_iter()?.skip(start)) {
+            let block = block?;
+            let is_null = ids.is_empty() && block.getattr(intern!(py, "is_null"))?.is_truthy()?;
             if is_null && group.is_state() {
                 let (reason, values) = ("the block of its state is the null block", ("null".into(), "a block".into()));
                 return Err(raise(py, &Error::argument("value", "tables", values, reason, reason.to_owned())));
             }
-            if !group.is_state() && ids.is_empty() && (is_null || !block.getattr("block_hash")?.is_none()) {
+            if !group.is_state() && ids.is_empty() && (is_null || !block.getattr(intern!(py, "block_hash"))?.is_none()) {
                 first = index + 1;
                 continue;
             }
-            ids.push(block.getattr("block_id")?.extract::<i64>()?);
+            ids.push(block.getattr(intern!(py, "block_id"))?.extract::<i64>()?);
         }
         let ids = ids.into_pyarray(py).into_any();
         spans.push(span(py, if group.is_state() { 0 } else { first as u64 }, &ids)?);
