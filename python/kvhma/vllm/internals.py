@@ -167,8 +167,8 @@ def hit_each_group(manager: KVCacheManager, tokens_to_load: Callable[[Request], 
         return
     block = coordinator.single_type_managers[full].block_size
 
-    def most_tokens(request: Request) -> int:
-        """Return a bound of full attention's hit, so that other groups are not looked up far behind it.
+    def bound_of_hit(request: Request) -> int:
+        """Return a bound of full attention's hit, so that other groups are not looked up far beyond it.
 
         It is the hit itself unless blocks are missing in the middle.
         """
@@ -181,7 +181,7 @@ def hit_each_group(manager: KVCacheManager, tokens_to_load: Callable[[Request], 
             else:
                 missing = index
             index = (found + missing + 1) // 2
-        return missing * block
+        return int(missing * block)
 
     def ask(request: Request, *more: int | None) -> _Hit:
         loaded = tokens_to_load(request)
@@ -193,10 +193,10 @@ def hit_each_group(manager: KVCacheManager, tokens_to_load: Callable[[Request], 
             limit = loaded - 1
             if not diverged or hit <= limit:
                 return answer
-        elif (most := most_tokens(request)) == 0:
+        elif (bound := bound_of_hit(request)) == 0:
             return ask_vllm(request)
         else:
-            blocks, hits = look_up(request.block_hashes, most)
+            blocks, hits = look_up(request.block_hashes, bound)
             if min(hits) == max(hits):
                 return (
                     ask_vllm(request) if manager.enable_kv_cache_events else (make_blocks(blocks), hits[full], 0, False)

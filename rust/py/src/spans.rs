@@ -114,7 +114,8 @@ pub(crate) fn spans_to_fill<'py>(
                 let (reason, values) = ("the block of its state is the null block", ("null".into(), "a block".into()));
                 return Err(raise(py, &Error::argument("value", "tables", values, reason, reason.to_owned())));
             }
-            if !group.is_state() && ids.is_empty() && (is_null || !block.getattr(intern!(py, "block_hash"))?.is_none()) {
+            if !group.is_state() && ids.is_empty() && (is_null || !block.getattr(intern!(py, "block_hash"))?.is_none())
+            {
                 first = index + 1;
                 continue;
             }
