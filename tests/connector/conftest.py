@@ -2,6 +2,7 @@
 """What holds for all tests of the connector."""
 
 import functools
+import logging
 import re
 
 import pytest
@@ -36,6 +37,13 @@ def pytest_pycollect_makemodule(module_path, parent):
 def no_prewarming(monkeypatch):
     """Engines on loopback prewarm their transport, which takes longer than most tests of many workers."""
     monkeypatch.setattr(Agent, "prewarm_transport", lambda self: None)
+
+
+@pytest.fixture(autouse=True)
+def every_line():
+    """Lines of earlier tests leave none of a test's out of the log."""
+    for sparing in logging.getLogger("vllm.kvhma.peers").filters:
+        sparing._kinds.clear()
 
 
 @pytest.fixture

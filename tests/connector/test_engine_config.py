@@ -85,12 +85,15 @@ def test_where_no_answers_are_kept(monkeypatch, changes, why):
     assert engine_config.no_answers(config(**changes)) == "blocks go through host memory"
 
 
-@pytest.mark.parametrize(("given", "staged", "option"), [(0.5, False, "digests"), (0, True, "staging")])
-def test_an_option_that_is_asked_for_must_be_installed(monkeypatch, given, staged, option):
+@pytest.mark.parametrize(
+    ("given", "staged", "traces", "option"),
+    [(0.5, False, None, "digests"), (0, True, None, "staging"), (0, False, "http://collector", "spans")],
+)
+def test_an_option_that_is_asked_for_must_be_installed(monkeypatch, given, staged, traces, option):
     monkeypatch.setattr(engine_config, "host_staged", lambda config: staged)
     engine, settings = config(), Settings(content_digests=given)
-    engine.observability_config = SimpleNamespace(otlp_traces_endpoint=None)
-    assert engine_config.options_of(engine, settings) == ("tickets", option, "spans")
+    engine.observability_config = SimpleNamespace(otlp_traces_endpoint=traces)
+    assert engine_config.options_of(engine, settings) == ("tickets", option)
     monkeypatch.setitem(sys.modules, f"kvhma.vllm.options.{option}", None)
     with pytest.raises(SettingsError, match=f"without the option '{option}'"):
         engine_config.options_of(engine, settings)

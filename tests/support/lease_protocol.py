@@ -159,7 +159,7 @@ class Explorer:
     # --- P's table: each of its states once, and each of its answers once ----------------------------------
 
     def _number(self, table: LeaseTable) -> int:
-        state = repr((vars(table)["_held"], vars(table)["_ended"]))
+        state = repr((vars(table)["_held"], table.ended))
         number = self._numbers.setdefault(state, len(self._tables))
         if number == len(self._tables):
             self._tables.append(table)
