@@ -7,6 +7,7 @@ tests/connector/test_replay_hits.py compares hits with vLLM's own manager of blo
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,7 @@ from kvhma.cli.hand_off import RequestOptions, of_model
 from kvhma.errors import RequestError
 from kvhma.geometry import Geometry
 from kvhma.models import model
-from kvhma.replay.report import engines_of, hits_of, replay, without_clipping
+from kvhma.replay.report import WITHOUT_END, engines_of, hits_of, replay, without_clipping
 from kvhma.replay.traces import Trace, read_trace
 from support.cli_run import cli, refused
 from support.pairs import HERE, latent, rank
@@ -179,6 +180,171 @@ def test_arrivals_on_a_grid_are_said(tmp_path: Path) -> None:
     assert read_trace(write(tmp_path, *(line(at**1.3, 5) for at in range(0, 4000, 170)))).notes == ()
 
 
+# --- logs and spans: tests/connector/test_request_traces.py has those that vLLM writes -----------------------------
+
+HEADER = "(APIServer pid=7) DEBUG 12-31 23:59:58 [serve/utils/request_logger.py:57] "
+
+
+def asked(name: str, ids: str, at: str = "12-31 23:59:58", prompt: str = "'x'") -> str:
+    text = f"Request {name} details: prompt: {prompt}, prompt_token_ids: {ids}, prompt_embeds shape: None.\n"
+    return HEADER.replace("12-31 23:59:58", at) + text
+
+
+def test_a_log_among_other_lines(tmp_path: Path) -> None:
+    """A prompt is a client's: what it says of lengths counts for nothing."""
+    forged = "', prompt_token_ids: [1], prompt_embeds shape: None. Request b details: prompt: '"
+    lines = [
+        "+ vllm serve model, with a comma\n",
+        asked("a", "[5, 6, 7]"),
+        HEADER.replace("DEBUG", "INFO") + "Received request a: params: SamplingParams(n=1), lora_request: None.\n",
+        'INFO:     127.0.0.1:1 - "POST /v1/completions HTTP/1.1" 200 OK\n',
+        HEADER + "Generated response a details: output_token_ids: [1, 2]\n",
+        HEADER + "Generated response a (streaming delta) details: output_token_ids: (3,)\n",
+        HEADER + "Generated response z details: output_token_ids: [1, 2]\n",
+        HEADER.replace("request_logger", "async_llm") + asked("c", "[1]").partition("] ")[2],
+        "\x1b[0;36m(APIServer pid=7)\x1b[0;0m "
+        + asked("b", "[5, 6]", "01-01 00:00:01", repr(forged)).partition(") ")[2],
+    ]
+    found = read_trace(write(tmp_path, *lines))
+    assert (found.form, found.seconds.tolist()) == ("vLLM's log", [0, 3])
+    assert (found.prompts.tolist(), found.answers.tolist()) == ([3, 2], [3, 0])
+    assert (found.sessions, found.paths) == (None, None)
+    said = " ".join(found.notes)
+    assert all(text in said for text in ("no year", "1 answers have no length", "streamed answers"))
+
+
+def test_a_log_without_lengths_is_refused(tmp_path: Path) -> None:
+    lines = ["begin\n", HEADER + "Received request a: params: SamplingParams(n=1), lora_request: None.\n"]
+    with pytest.raises(RequestError, match=r"line 2: the log has requests without their lengths: .*DEBUG"):
+        read_trace(write(tmp_path, *lines))
+    found = read_trace(write(tmp_path, *lines, lines[1].replace("a:", "b:"), asked("b", "[1]")))
+    assert "1 requests have no length in the log, and are left out" in found.notes
+    assert len(found) == 1
+
+
+def test_a_limit_of_a_log_is_said(tmp_path: Path) -> None:
+    found = read_trace(write(tmp_path, *(asked(f"{at}", "[1, 2]") for at in range(3)), asked("x", "[1]")))
+    assert any(note.startswith("3 prompts have the most tokens, 2: vLLM cuts longer ones") for note in found.notes)
+
+
+def span(name: str | None, at: Any, prompt: Any, answer: Any = 5, key: str = "intValue") -> dict[str, Any]:
+    values = {"gen_ai.usage.prompt_tokens": {key: prompt}, "gen_ai.usage.completion_tokens": {key: answer}}
+    if name is not None:
+        values["gen_ai.request.id"] = {"stringValue": name}
+    attributes = [{"key": name, "value": value} for name, value in values.items()]
+    return {"name": "llm_request", "startTimeUnixNano": at, "attributes": attributes}
+
+
+def spans(*each: dict[str, Any]) -> dict[str, Any]:
+    return {"resourceSpans": [{"resource": {}, "scopeSpans": [{"spans": [one]} for one in each]}]}
+
+
+def test_spans_of_p_and_d_are_one_request(tmp_path: Path) -> None:
+    """A collector writes 64-bit numbers as texts."""
+    second = 10**9
+    lines = [
+        spans(span("a", f"{7 * second}", "100", "1"), {"name": "kvhma.load", "attributes": []}),
+        spans(span("b", 5 * second, 20), span("a", 7 * second + second // 2, 100, 9), span(None, 8 * second, 1)),
+    ]
+    found = read_trace(write(tmp_path, *lines))
+    assert (found.form, found.seconds.tolist()) == ("OpenTelemetry", [0, 2, 3])
+    assert (found.prompts.tolist(), found.answers.tolist()) == ([20, 100, 1], [5, 9, 5])
+    assert any(note.startswith("1 rows are of a request that had one") for note in found.notes)
+
+
+# --- components and kvhma's form ----------------------------------------------------------------------------------
+
+
+def components(at: int, prompt: int, *, answer: int = 5, **ids: list[int]) -> dict[str, Any]:
+    return line(at, prompt, answer, hash_ids={"user_input": [], **ids})
+
+
+def test_components_are_nodes_once_their_lengths_are_known(tmp_path: Path) -> None:
+    """Equal nodes are equal components after equal ones; the order of the file's keys is not that of the prompt."""
+    lines = [
+        components(0, 40, user_input=[9], sys_prompt=[1, 2], passages_ids=[3]),
+        components(1, 35, user_input=[9], sys_prompt=[1, 2], passages_ids=[]),
+        components(2, 40, user_input=[9], sys_prompt=[1, 2], passages_ids=[3]),
+    ]
+    path = write(tmp_path, *lines)
+    assert read_trace(path).paths is None
+    assert "not in ragpulse_lengths.json" in read_trace(path).notes[0]
+    lengths = write(tmp_path, {"1": 10, "2": 5, "3": 7, "9": 11}, name="ragpulse_lengths.json")
+    for found in (read_trace(path), read_trace(path, lengths=lengths)):
+        assert found.paths is not None
+        assert found.paths.ends.tolist() == [10, 15, 22, 33, 10, 15, 26, 10, 15, 22, 33]
+        one, two, three, four, *rest = found.paths.nodes.tolist()
+        assert rest == [one, two, rest[2], one, two, three, four]
+        assert len({one, two, three, four, rest[2]}) == 5
+
+
+def test_hits_of_components_by_their_definition() -> None:
+    """An endless P caches each whole block whose components, and those before them, it has seen."""
+    trace = shared("ragpulse_first3000.jsonl")
+    assert trace.paths is not None
+    decode, _ = ranks("DeepSeek-V3")
+    (block,) = {group.block_size for group in decode[0].groups}
+    hits = hits_of(trace, decode, "prefill", np.zeros(len(trace), np.uint32)).min(axis=0)
+    lengths = json.loads((TRACES / "ragpulse_lengths.json").read_text())
+    forms = [json.loads(text) for text in (TRACES / "ragpulse_first3000.jsonl").read_text().splitlines() if text]
+    forms.sort(key=lambda form: float(form["timestamp"]))
+    seen: set[tuple[int, ...]] = set()
+    for form, found in zip(forms, hits.tolist(), strict=True):
+        parts = [
+            form["hash_ids"][part] for part in ("sys_prompt", "passages_ids", "history", "web_search", "user_input")
+        ]
+        path = tuple(component for part in parts for component in part)
+        known = max(count for count in range(len(path) + 1) if not count or path[:count] in seen)
+        tokens = sum(lengths[str(component)] for component in path[:known])
+        assert found == min(tokens, form["input_length"] - 1) // block * block
+        seen.update(path[:count] for count in range(1, len(path) + 1))
+
+
+OWN = {"kvhma_requests": 1, "block_tokens": 64}
+
+
+def test_kvhmas_form(tmp_path: Path) -> None:
+    """A file is continued after a restart; requests without identities, session or answer are counted."""
+    lines = [OWN, line(5000, 130, hash_ids=[1, 2]), line(4000, 10, hash_ids=[]), OWN]
+    lines += [{"timestamp": 6000, "input_length": 130, "output_length": None, "session": 5}]
+    found = read_trace(write(tmp_path, *lines))
+    assert (found.form, found.prompts.tolist(), found.answers.tolist()) == ("kvhma", [10, 130, 130], [5, 5, 0])
+    assert found.paths is not None
+    assert (found.paths.nodes.tolist(), found.paths.ends.tolist()) == ([1, 2], [64, 128])
+    assert found.paths.offsets.tolist() == [0, 0, 2, 2]
+    assert found.sessions is not None
+    assert len(set(found.sessions.tolist())) == 3
+    said = " ".join(found.notes)
+    assert "1 answers have no length" in said
+    assert "stands for 64 tokens, and the last tokens have none; 2 prompts have none" in said
+
+
+def drawn(folder: Path) -> Trace:
+    """Prompts that go on after half of an earlier one."""
+    rng = random.Random(1)
+    paths: list[list[int]] = [[]]
+    for _ in range(300):
+        known = rng.choice(paths)
+        paths.append(known[: rng.randint(len(known) // 2, len(known))] + [rng.getrandbits(63) for _ in range(9)])
+    return read_trace(write(folder, *(line(at, 64 * len(path), hash_ids=path) for at, path in enumerate(paths[1:]))))
+
+
+def test_what_no_prompt_hits_changes_no_hit(tmp_path: Path) -> None:
+    """An endless cache gets the nodes of several prompts, a large one gets all."""
+    files = ("mooncake_conversation_first3600.jsonl", "ragpulse_first3000.jsonl")
+    for trace in (drawn(tmp_path), *(read_trace(TRACES / name) for name in files if (TRACES / name).is_file())):
+        assert trace.paths is not None
+        number, counts = np.unique(trace.paths.nodes, return_counts=True)
+        assert sorted(trace.paths.shared().nodes) == sorted(np.repeat(number, counts)[np.repeat(counts, counts) > 1])
+        for name in ("gemma-3-4b", "Nemotron-H-8B"):
+            decode, _ = ranks(name)
+            engines = (np.arange(len(trace)) % 2).astype(np.uint32)
+            for side in ("prefill", "one hit", "each group"):
+                endless, large = (hits_of(trace, decode, side, engines, pool) for pool in (WITHOUT_END, 1 << 60))
+                assert np.array_equal(endless, large)
+                assert endless.any() or (name, side) != ("gemma-3-4b", "prefill")
+
+
 GOOD = line(0, 10)
 WRONG: dict[str, tuple[list[Any], str]] = {
     "nothing": ([], "no requests"),
@@ -204,6 +370,17 @@ WRONG: dict[str, tuple[list[Any], str]] = {
     "identities of some requests": ([GOOD, line(1, 10, hash_ids=[1])], "line 2: session or identities"),
     "a run that goes back": ([line(0, 10, session="a", hash_id_runs=[[3, 1]])], "must be a first and a last"),
     "a run without end": ([line(0, 10, session="a", hash_id_runs=[[0, 1 << 31]])], "must be a first and a last"),
+    "a header of another version": ([OWN | {"kvhma_requests": 2}, GOOD], r"line 1: kvhma_requests and .* \(2, 64\)"),
+    "too few hashes": ([OWN, line(0, 130, hash_ids=[1])], "line 2: hash_ids: 1 for 130 tokens, expected 2"),
+    "kvhma's form without a length": ([OWN, {"timestamp": 1, "input_length": 1}], "line 2: output_length is missing"),
+    "spans without tokens": ([spans(span(None, 1, True))], "gen_ai.usage.prompt_tokens True: must be an integer"),
+    "spans of tokens below 0": ([spans(span(None, 1, "-3"))], "line 1: prompt of -3 tokens"),
+    "spans of texts": ([spans(span(None, 1, 1, key="stringValue"))], "line 1: intValue is missing"),
+    "spans without a time": ([spans(span(None, 1.5, 1))], "startTimeUnixNano 1.5: must be nanoseconds"),
+    "spans of another kind": ([{"resourceSpans": [7]}], "line 1: "),
+    "spans of no request": ([{"resourceSpans": []}], "no requests"),
+    "spans, then requests": ([spans(span(None, 1, 1)), GOOD], "line 2: resourceSpans is missing"),
+    "a log that is cut": ([asked("a", "[1]"), asked("b", "[1, 2]")[:-40]], "line 2: prompt_token_ids: must be a list"),
     "other columns": (["a,b\n1,2\n"], r"line 1: columns \['a', 'b'\]: a table has"),
     "a row too short": (["TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,1\n"], "line 2: 2 cells, 3"),
     "no date": (["TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n"], "line 2: .*yesterday"),

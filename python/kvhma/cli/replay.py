@@ -37,6 +37,7 @@ _POLICIES = {
 @click.command("replay")
 @click.argument("trace", type=FILE)
 @model_options
+@click.option("--lengths", type=FILE, help="RAGPulse's component lengths. Default: ragpulse_lengths.json beside it.")
 @click.option("--engines", type=Engines(), help="Numbers of engines: 4P2D. Default: one of each, without policies.")
 @click.option("--prefill-tokens-per-second", "speeds", type=Speeds(), help="Tokens that P/D compute in a second.")
 @click.option("--decode-tokens-per-second", "decode_speed", type=Tokens(), help="Tokens that a D decodes in a second.")
@@ -49,6 +50,7 @@ _POLICIES = {
 @output_options
 def replay_(
     trace: Path,
+    lengths: Path | None,
     engines: tuple[int, int] | None,
     speeds: tuple[int, int] | None,
     decode_speed: int | None,
@@ -64,7 +66,7 @@ def replay_(
 ) -> None:
     """Print what the requests of a trace would move, and which link they need.
 
-    TRACE: Mooncake's JSON lines, runs of identities, RAGPulse, or a table of Azure or BurstGPT.
+    TRACE: JSON lines of Mooncake, RAGPulse, a collector's spans or kvhma; a table of Azure or BurstGPT; vLLM's log.
 
     \b
     kvhma replay trace.jsonl google/gemma-3-27b-it --prefill tp=2 --decode tp=4 --prefill-tokens-per-second 20k/8k
@@ -73,7 +75,7 @@ def replay_(
     hand_off = Arguments(tokens=ROOM, **given).hand_off()
     with progress(quiet) as bar:
         task = bar.add_task("reading", total=trace.stat().st_size)
-        requests = read_trace(trace, lambda done: bar.update(task, completed=done))
+        requests = read_trace(trace, lambda done: bar.update(task, completed=done), lengths)
     pools = (prefill_pool or WITHOUT_END, decode_pool or WITHOUT_END)
     with progress(quiet) as bar:
         task = bar.add_task("replaying", total=None)

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from kvhma._kvhma import prefix_hits, turns
 from kvhma.costs import Costs, HandOffCost, Link, cost
 from kvhma.geometry import Geometry, Group
+from kvhma.replay.columns import Trace, grid_of
 from kvhma.replay.policies import Ways, compare
-from kvhma.replay.traces import Trace, grid_of
 
 Route: TypeAlias = Literal["turns", "session", "hash", "round-robin"]
 """How requests find an engine; docs/replay.md defines them."""
@@ -88,7 +88,7 @@ def hits_of(
             block_bytes[groups[layer.group]] += layer.block_stride
     answers = trace.answers if side != "prefill" else np.ones(len(trace))
     found = prefix_hits(
-        *trace.paths,
+        *(trace.paths if pool < WITHOUT_END else trace.paths.shared()),
         trace.prompts.astype(np.uint32),
         answers.astype(np.uint32),
         engines,

@@ -8,88 +8,38 @@ from __future__ import annotations
 
 import csv
 import json
-from array import array
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, BinaryIO, TypeAlias
 
 from kvhma.errors import RequestError
+from kvhma.replay.columns import BLOCK_TOKENS, MAX_TOKENS, SESSION_BITS, Columns, Paths, Row, Trace
+from kvhma.replay.logs import Spans, is_log, read_log
 
-MAX_TOKENS = 1 << 24
-"""Limit of the tokens of a request."""
+__all__ = ["Paths", "Trace", "read_trace"]
+
 _MAX_LINE = 1 << 26
 """Limit of the bytes of a line."""
-_MAX_UNIT = 1 << 16
-"""Limit of the tokens that an identity stands for."""
-_SESSION_BITS = 32
-"""An identity that counts within a session is below 2 to this power."""
-_GRID_MILLISECONDS = 1000
-"""A common step of all arrivals that is shorter is a clock, not a grid."""
-_LEAST_STEPS = 10
-"""Fewer steps show no grid."""
+_MAX_LENGTHS = 1 << 28
+"""Limit of the bytes of a file of lengths."""
+
+_Line: TypeAlias = tuple[int, bytes]
+"""A line with its number."""
+_Add: TypeAlias = Callable[[int, Mapping[str, Any]], None]
+"""Adds a line to columns, from its number and its fields."""
 
 
-class Paths(NamedTuple):
-    """Beginnings of prompts. Equal nodes are equal tokens with equal tokens before them.
-
-    Attributes:
-        nodes: int64, of all prompts, one prompt after the other.
-        ends: uint32, tokens of the prompt up to the end of each node.
-        offsets: uint64 of shape (n + 1,), where the nodes of a prompt begin.
-    """
-
-    nodes: NDArray[np.int64]
-    ends: NDArray[np.uint32]
-    offsets: NDArray[np.uint64]
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """Requests in the order of their arrival.
-
-    Attributes:
-        form: what the file is.
-        seconds: float64 of shape (n,), since the first arrival.
-        prompts: int64 of shape (n,), tokens.
-        answers: int64 of shape (n,), tokens.
-        sessions: int64 of shape (n,), numbers of sessions; None if the file has none.
-        paths: identities; None if the file has none.
-        notes: what a reader of the figures has to know of the file.
-    """
-
-    form: str
-    seconds: NDArray[np.float64]
-    prompts: NDArray[np.int64]
-    answers: NDArray[np.int64]
-    sessions: NDArray[np.int64] | None
-    paths: Paths | None
-    notes: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        """Return the number of requests."""
-        return len(self.seconds)
-
-
-class _Row(NamedTuple):
-    seconds: float
-    prompt: int
-    answer: int
-    session: str | None = None
-    ids: list[int] | None = None
-    """Identities of units, each with all tokens before it."""
-
-
-def read_trace(path: Path, progress: Callable[[int], object] = lambda nbytes: None) -> Trace:
-    """Read a trace: Mooncake's and SGLang's JSON lines, runs of identities, RAGPulse, Azure's and BurstGPT's CSV.
+def read_trace(
+    path: Path, progress: Callable[[int], object] = lambda nbytes: None, lengths: Path | None = None
+) -> Trace:
+    """Read a trace: JSON lines of several forms, a table, vLLM's log or spans; docs/replay.md has all.
 
     Args:
         path: the file.
         progress: called with the number of bytes read so far.
+        lengths: of RAGPulse's components, as a JSON object. Default: ``ragpulse_lengths.json`` beside the file.
 
     Raises:
         RequestError: the file has no known form, or a line is wrong; the text names line and field.
@@ -101,13 +51,13 @@ def read_trace(path: Path, progress: Callable[[int], object] = lambda nbytes: No
             if first is None:
                 raise RequestError(f"{path}: no requests")
             if first[1].lstrip().startswith(b"{"):
-                return _read_json(path, first, lines)
-            return _read_csv(path, first, lines)
+                return _read_json(path, first, lines, lengths)
+            return _read_table(path, first, lines)
     except OSError as error:
-        raise RequestError(f"{path}: {error.strerror or error}") from error
+        raise RequestError(f"{error.filename or path}: {error.strerror or error}") from error
 
 
-def _lines(path: Path, file: BinaryIO, progress: Callable[[int], object]) -> Iterator[tuple[int, bytes]]:
+def _lines(path: Path, file: BinaryIO, progress: Callable[[int], object]) -> Iterator[_Line]:
     """Yield the lines that are not empty, with their numbers."""
     number = 0
     while line := file.readline(_MAX_LINE + 1):
@@ -120,96 +70,6 @@ def _lines(path: Path, file: BinaryIO, progress: Callable[[int], object]) -> Ite
             yield number, line
 
 
-class _Columns:
-    """Collects rows, and makes a trace of them."""
-
-    def __init__(self, path: Path, form: str, *, in_sessions: bool = False) -> None:
-        self._path, self._form, self._in_sessions = path, form, in_sessions
-        self._seconds, self._lengths = array("d"), (array("q"), array("q"))
-        self._names: dict[str, int] = {}
-        self._has = (False, False)
-        self._sessions = array("q")
-        self.ids, self.counts = array("q"), array("q")
-
-    def add(self, line: int, row: _Row) -> None:
-        for field, value, low in (("prompt", row.prompt, 1), ("answer", row.answer, 0)):
-            if not low <= value <= MAX_TOKENS:
-                expected = f"{low} to {MAX_TOKENS}"
-                raise RequestError(f"{self._path}, line {line}: {field} of {value} tokens: must be {expected}")
-        has = (row.session is not None, row.ids is not None)
-        if has != self._has and self._seconds:
-            raise RequestError(f"{self._path}, line {line}: session or identities: all requests have them, or none has")
-        self._has = has
-        if not np.isfinite(row.seconds):
-            raise RequestError(f"{self._path}, line {line}: time {row.seconds}: must be a number")
-        self._seconds.append(row.seconds)
-        self._lengths[0].append(row.prompt)
-        self._lengths[1].append(row.answer)
-        if row.session is not None:
-            self._sessions.append(self._names.setdefault(row.session, len(self._names)))
-        if row.ids is not None:
-            self.ids.extend(row.ids)
-            self.counts.append(len(row.ids))
-
-    def trace(self) -> Trace:
-        if not self._seconds:
-            raise RequestError(f"{self._path}: no requests")
-        seconds = np.array(self._seconds)
-        prompts, answers = (np.array(column) for column in self._lengths)
-        order = np.argsort(seconds, kind="stable")
-        notes = (
-            [] if (order[1:] > order[:-1]).all() else ["lines were not in the order of their times, and were sorted"]
-        )
-        sessions = np.array(self._sessions)[order] if self._sessions else None
-        paths = None
-        if self.counts:
-            paths, note = self._paths(prompts, order)
-            notes.append(note)
-        seconds = seconds[order] - seconds.min()
-        if (step := grid_of(seconds)) is not None:
-            notes.append(f"arrivals are on a grid of {step:g} s: no rate of a shorter window means anything")
-        return Trace(self._form, seconds, prompts[order], answers[order], sessions, paths, tuple(notes))
-
-    def _paths(self, prompts: NDArray[np.int64], order: NDArray[np.intp]) -> tuple[Paths, str]:
-        """Find how many tokens an identity stands for, from the numbers of identities; order them as requests."""
-        counts = np.array(self.counts)
-        for unit in (1 << power for power in range(_MAX_UNIT.bit_length())):
-            for is_whole, expected in ((False, -(-prompts // unit)), (True, prompts // unit)):
-                if np.array_equal(counts, expected):
-                    return self._ordered(prompts, counts, order, unit), (
-                        f"an identity stands for {unit} tokens"
-                        + (", and the last tokens have none" if is_whole else ", the last one for fewer")
-                    )
-        raise RequestError(
-            f"{self._path}: hash_ids: no power of two up to {_MAX_UNIT:,} explains the numbers of identities, "
-            f"{counts[0]} for the {prompts[0]} tokens of the first prompt"
-        )
-
-    def _ordered(
-        self, prompts: NDArray[np.int64], counts: NDArray[np.int64], order: NDArray[np.intp], unit: int
-    ) -> Paths:
-        starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
-        offsets = np.concatenate([[0], np.cumsum(counts[order])])
-        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts[order])
-        nodes = np.frombuffer(self.ids, np.int64)[np.repeat(starts[order], counts[order]) + within]
-        if self._in_sessions:
-            nodes = nodes + (np.repeat(np.array(self._sessions)[order], counts[order]) << _SESSION_BITS)
-        ends = np.minimum((within + 1) * unit, np.repeat(prompts[order], counts[order]))
-        return Paths(nodes, ends.astype(np.uint32), offsets.astype(np.uint64))
-
-
-def grid_of(seconds: NDArray[np.float64]) -> float | None:
-    """Return the step of the grid of all arrivals, up to 2 ms; None if there is no grid of a second or more."""
-    milliseconds = np.unique(np.rint(seconds * 1e3).astype(np.int64))
-    steps = np.diff(milliseconds)
-    if len(steps) < _LEAST_STEPS:
-        return None
-    for step in (np.gcd.reduce(steps), np.rint(np.median(steps))):
-        if step >= _GRID_MILLISECONDS and (np.abs(steps - np.rint(steps / step) * step) <= 2).all():
-            return float(step) / 1e3
-    return None
-
-
 def _number(value: Any, kind: type) -> Any:
     """Return a number that may be written as text."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
@@ -220,20 +80,22 @@ def _number(value: Any, kind: type) -> Any:
     return number
 
 
-def _read_json(path: Path, first: tuple[int, bytes], lines: Iterator[tuple[int, bytes]]) -> Trace:
+def _read_json(path: Path, first: _Line, lines: Iterator[_Line], lengths: Path | None) -> Trace:
     form = _parsed(path, *first)
-    known = [(name, read) for name, (is_it, read) in _JSON.items() if is_it(form)]
-    if not known:
-        raise RequestError(
-            f"{path}, line {first[0]}: fields {sorted(form)[:12]}: a trace has timestamp, input_length, output_length, "
-            "and hash_ids, hash_id_runs or none"
-        )
-    name, read = known[0]
-    columns = _Columns(path, name, in_sessions=read is _runs)
-    columns.add(first[0], _row(path, first[0], form, read))
-    for number, line in lines:
-        columns.add(number, _row(path, number, _parsed(path, number, line), read))
-    return columns.trace()
+    if is_log(form):
+        columns = Columns(path, "vLLM's log")
+        read_log(columns, chain([first], lines))
+        return columns.trace()
+    for name, (is_it, reader) in _JSON.items():
+        if is_it(form):
+            columns = Columns(path, name, in_sessions=reader is _runs)
+            rest = ((number, _parsed(path, number, line)) for number, line in lines)
+            _add_all(path, chain([(first[0], form)], rest), reader(columns, lengths))
+            return columns.trace()
+    raise RequestError(
+        f"{path}, line {first[0]}: fields {sorted(form)[:12]}: a trace has timestamp, input_length, output_length, "
+        "and hash_ids, hash_id_runs or none"
+    )
 
 
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -246,13 +108,16 @@ def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
     return form
 
 
-def _row(path: Path, number: int, form: Mapping[str, Any], read: Callable[[Mapping[str, Any]], _Row]) -> _Row:
-    try:
-        return read(form)
-    except KeyError as error:
-        raise RequestError(f"{path}, line {number}: {error.args[0]} is missing") from error
-    except (ValueError, TypeError, OverflowError) as error:
-        raise RequestError(f"{path}, line {number}: {error}") from error
+def _add_all(path: Path, forms: Iterable[tuple[int, Mapping[str, Any]]], add: _Add) -> None:
+    for number, form in forms:
+        try:
+            add(number, form)
+        except RequestError:
+            raise
+        except KeyError as error:
+            raise RequestError(f"{path}, line {number}: {error.args[0]} is missing") from error
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
+            raise RequestError(f"{path}, line {number}: {error}") from error
 
 
 def _field(form: Mapping[str, Any], name: str, kind: type = int) -> Any:
@@ -267,80 +132,162 @@ def _session(form: Mapping[str, Any]) -> str | None:
     return None if found is None else str(found)
 
 
-def _timed(form: Mapping[str, Any], per_second: float, ids: list[int] | None = None) -> _Row:
+def _timed(form: Mapping[str, Any], per_second: float, ids: list[int] | None = None) -> Row:
     """Return a row whose timestamp has `per_second` units in a second."""
     seconds = _field(form, "timestamp", float) / per_second
-    return _Row(seconds, _field(form, "input_length"), _field(form, "output_length"), _session(form), ids)
+    return Row(seconds, _field(form, "input_length"), _field(form, "output_length"), _session(form), ids)
 
 
 def _check_ids(name: str, ids: Any) -> None:
-    if not isinstance(ids, list) or not all(type(number) is int and 0 <= number < 1 << 63 for number in ids):
+    if not isinstance(ids, list) or set(map(type, ids)) - {int} or (ids and not 0 <= min(ids) <= max(ids) < 1 << 63):
         raise ValueError(f"{name}: must be a list of integers of 0 to 2^63 - 1")
 
 
-def _mooncake(form: Mapping[str, Any]) -> _Row:
-    ids = form.get("hash_ids")
-    if ids is not None:
+def _mooncake(columns: Columns, lengths: Path | None) -> _Add:
+    def add(line: int, form: Mapping[str, Any]) -> None:
+        ids = form.get("hash_ids")
+        if ids is not None:
+            _check_ids("hash_ids", ids)
+        columns.add(line, _timed(form, 1e3, ids))
+
+    return add
+
+
+def _runs(columns: Columns, lengths: Path | None) -> _Add:
+    """Read rows whose identities count within their session."""
+
+    def add(line: int, form: Mapping[str, Any]) -> None:
+        ids: list[int] = []
+        for run in form["hash_id_runs"]:
+            _check_ids("hash_id_runs", run)
+            if len(run) != 2 or not run[0] <= run[1] < 1 << SESSION_BITS or len(ids) + run[1] - run[0] > MAX_TOKENS:
+                raise ValueError(f"hash_id_runs {run!a}: must be a first and a last identity")
+            ids += range(run[0], run[1] + 1)
+        columns.add(line, _timed(form, 1e3, ids)._replace(session=str(form["session"])))
+
+    return add
+
+
+def _own(columns: Columns, lengths: Path | None) -> _Add:
+    """Read what :class:`kvhma.replay.trace_file.TraceFile` writes; another header begins what another start wrote."""
+
+    def add(line: int, form: Mapping[str, Any]) -> None:
+        if "kvhma_requests" in form:
+            header = (form["kvhma_requests"], form["block_tokens"])
+            if header != (1, BLOCK_TOKENS):
+                raise ValueError(f"kvhma_requests and block_tokens are {header}, expected {(1, BLOCK_TOKENS)}")
+            return
+        ids, prompt = form.get("hash_ids", []), _field(form, "input_length")
         _check_ids("hash_ids", ids)
-    return _timed(form, 1e3, ids)
+        if ids and len(ids) != prompt // BLOCK_TOKENS:
+            raise ValueError(f"hash_ids: {len(ids)} for {prompt} tokens, expected {prompt // BLOCK_TOKENS}")
+        answer = None if form["output_length"] is None else _field(form, "output_length")
+        session = _session(form) or f"line {line}"
+        columns.add(line, Row(_field(form, "timestamp", float) / 1e3, prompt, answer, session, ids))
+
+    columns.unit = BLOCK_TOKENS
+    return add
 
 
-def _runs(form: Mapping[str, Any]) -> _Row:
-    """Return a row whose identities count within its session."""
-    ids: list[int] = []
-    for run in form["hash_id_runs"]:
-        _check_ids("hash_id_runs", run)
-        if len(run) != 2 or not run[0] <= run[1] < 1 << _SESSION_BITS or len(ids) + run[1] - run[0] > MAX_TOKENS:
-            raise ValueError(f"hash_id_runs {run!a}: must be a first and a last identity")
-        ids += range(run[0], run[1] + 1)
-    return _timed(form, 1e3, ids)._replace(session=str(form["session"]))
+def _ragpulse(columns: Columns, lengths: Path | None) -> _Add:
+    """Read rows whose prompts are of components. A node is a component with all before it, if their lengths are known.
+
+    The rest of a prompt has no identity.
+    """
+    found = lengths or columns.path.with_name("ragpulse_lengths.json")
+    if lengths is None and not found.is_file():
+        columns.notes.append(f"no identities: they are of components, whose lengths are not in {found.name}")
+        return lambda line, form: columns.add(line, _timed(form, 1.0))
+    tokens_of = _component_lengths(found)
+    columns.notes.append(f"identities are of components, of the lengths in {found.name}; the rest of a prompt has none")
+    nodes: dict[tuple[int, int], int] = {}
+
+    def add(line: int, form: Mapping[str, Any]) -> None:
+        ids, ends, node, end = [], [], -1, 0
+        for component in chain.from_iterable(form["hash_ids"].get(part, ()) for part in _COMPONENTS):
+            if str(component) not in tokens_of:
+                raise ValueError(f"hash_ids: {found.name} has no length of component {component!a}")
+            node = nodes.setdefault((node, component), len(nodes))
+            end += tokens_of[str(component)]
+            ids.append(node)
+            ends.append(end)
+        row = _timed(form, 1.0, ids)
+        if end > row.prompt:
+            raise ValueError(f"hash_ids: components of {end} tokens, input_length {row.prompt}")
+        columns.add(line, row._replace(ends=ends))
+
+    return add
 
 
-def _ragpulse(form: Mapping[str, Any]) -> _Row:
-    """Return a row without identities: those of components, whose lengths are in other files, say nothing of blocks."""
-    return _timed(form, 1.0)
+_COMPONENTS = ("sys_prompt", "passages_ids", "history", "web_search", "user_input")
+"""Parts of RAGPulse's prompts, in their order."""
 
 
-_JSON: dict[str, tuple[Callable[[Mapping[str, Any]], bool], Callable[[Mapping[str, Any]], _Row]]] = {
+def _component_lengths(path: Path) -> dict[str, int]:
+    if path.stat().st_size > _MAX_LENGTHS:
+        raise RequestError(f"{path}: more than {_MAX_LENGTHS:,} bytes")
+    try:
+        form = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{path}: not JSON: {error}") from error
+    if not isinstance(form, dict) or not all(
+        type(value) is int and 0 <= value <= MAX_TOKENS for value in form.values()
+    ):
+        raise RequestError(f"{path}: must be an object of components and their tokens")
+    return form
+
+
+_JSON: dict[str, tuple[Callable[[Mapping[str, Any]], bool], Callable[[Columns, Path | None], _Add]]] = {
+    "kvhma": (lambda form: "kvhma_requests" in form, _own),
+    "OpenTelemetry": (lambda form: "resourceSpans" in form, lambda columns, lengths: Spans(columns).add),
     "runs of identities": (lambda form: "hash_id_runs" in form, _runs),
     "RAGPulse": (lambda form: isinstance(form.get("hash_ids"), dict), _ragpulse),
     "Mooncake": (lambda form: {"timestamp", "input_length", "output_length"} <= form.keys(), _mooncake),
 }
-"""Forms of JSON lines: whether a first line has it, and what reads its lines. The first form that fits counts."""
+"""Forms of JSON lines: whether a first line has it, and what adds its lines. The first form that fits counts."""
 
 
-def _azure(form: Mapping[str, str]) -> _Row:
+def _azure(form: Mapping[str, str]) -> Row:
     day, _, fraction = form["TIMESTAMP"].strip().partition(".")
     if fraction and not fraction.isdecimal():
         raise ValueError(f"TIMESTAMP {form['TIMESTAMP']!a}: must be a date and a time")
     seconds = datetime.fromisoformat(f"{day}+00:00").timestamp() + float(f"0.{fraction or 0}")
-    return _Row(seconds, _field(form, "ContextTokens"), _field(form, "GeneratedTokens"))
+    return Row(seconds, _field(form, "ContextTokens"), _field(form, "GeneratedTokens"))
 
 
-def _burst_gpt(form: Mapping[str, str]) -> _Row:
+def _burst_gpt(form: Mapping[str, str]) -> Row:
     session = form.get("Session ID") or None
     tokens = _field(form, "Request tokens"), _field(form, "Response tokens")
-    return _Row(_field(form, "Timestamp", float), *tokens, session)
+    return Row(_field(form, "Timestamp", float), *tokens, session)
 
 
-_CSV: dict[str, tuple[set[str], Callable[[Mapping[str, str]], _Row]]] = {
+_CSV: dict[str, tuple[set[str], Callable[[Mapping[str, str]], Row]]] = {
     "Azure": ({"TIMESTAMP", "ContextTokens", "GeneratedTokens"}, _azure),
     "BurstGPT": ({"Timestamp", "Request tokens", "Response tokens"}, _burst_gpt),
 }
 """Forms of tables: columns that one has, and what reads its rows."""
 
 
-def _read_csv(path: Path, first: tuple[int, bytes], lines: Iterator[tuple[int, bytes]]) -> Trace:
+def _read_table(path: Path, first: _Line, lines: Iterator[_Line]) -> Trace:
     header = next(csv.reader([first[1].decode("utf-8-sig", "replace").strip()]), [])
     known = [(name, read) for name, (fields, read) in _CSV.items() if fields <= set(header)]
     if not known:
-        tables = " or ".join(", ".join(sorted(fields)) for fields, _ in _CSV.values())
-        raise RequestError(f"{path}, line {first[0]}: columns {header[:12]}: a table has {tables}")
+        columns = Columns(path, "vLLM's log")
+        read_log(columns, chain([first], lines))
+        if not len(columns):
+            tables = " or ".join(", ".join(sorted(fields)) for fields, _ in _CSV.values())
+            text = f"columns {header[:12]}: a table has {tables}; and no line is of vLLM's request log"
+            raise RequestError(f"{path}, line {first[0]}: {text}")
+        return columns.trace()
     name, read = known[0]
-    columns = _Columns(path, name)
-    for number, line in lines:
-        cells = next(csv.reader([line.decode("utf-8", "replace").strip()]), [])
-        if len(cells) != len(header):
-            raise RequestError(f"{path}, line {number}: {len(cells)} cells, {len(header)} columns")
-        columns.add(number, _row(path, number, dict(zip(header, cells, strict=True)), read))
+    columns = Columns(path, name)
+
+    def rows() -> Iterator[tuple[int, dict[str, str]]]:
+        for number, line in lines:
+            cells = next(csv.reader([line.decode("utf-8", "replace").strip()]), [])
+            if len(cells) != len(header):
+                raise RequestError(f"{path}, line {number}: {len(cells)} cells, {len(header)} columns")
+            yield number, dict(zip(header, cells, strict=True))
+
+    _add_all(path, rows(), lambda number, form: columns.add(number, read(form)))
     return columns.trace()
