@@ -67,6 +67,7 @@ def scheduler(
             *(["pictures"] if more.get("mm_items") == "trust_prefill" else []),
             *(["staging"] if staging is not None else []),
             *(["digests"] if more.get("content_digests") else []),
+            *(["trace"] if more.get("trace_out") else []),
         ),
     )
     settings = Settings(kv_lease_duration=lease, handshake_timeout=0.5, **more)
@@ -123,6 +124,7 @@ def request(name="r", tokens=40, params=None, status="FINISHED_LENGTH_CAPPED"):
     ids = list(range(tokens))
     return SimpleNamespace(
         request_id=name,
+        arrival_time=1.0,
         kv_transfer_params=params,
         prompt_token_ids=list(ids),
         prompt_embeds=None,

@@ -75,6 +75,8 @@ class KvhmaScheduler:
         self.decode.claims.renewer.close()
         self.context.peers.close()
         self.prefill.close()
+        for close in self.context.rooms.close:
+            close()
         self.context.prompts.close()
 
     def bind(self, manager: KVCacheManager, connector: object = None) -> None:

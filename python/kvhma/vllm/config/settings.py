@@ -258,6 +258,19 @@ class Settings:
         'compares its loads with the sums, unless its setting is `"off"` ([digests](digests.md))',
         shown='`"off"`',
     )
+    trace_out: str | None = _row(
+        None,
+        _PATH,
+        "a file to which this engine adds a line for each request that ends: time, lengths, salted hashes of blocks "
+        "([traces](replay.md#write-a-trace)). Data-parallel ranks share it; P and D each need another",
+        shown="none",
+    )
+    trace_salt_file: str | None = _row(
+        None,
+        _PATH,
+        "a file with the salt of `trace_out`, at least 16 bytes: traces with the same salt have the same hashes",
+        shown="drawn when the engine starts",
+    )
     ignored: tuple[str, ...] = field(default=())
     """Settings of upstream's connector without effect here, each with the reason, for the log."""
 

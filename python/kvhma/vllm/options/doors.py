@@ -151,6 +151,9 @@ class SchedulerDoor:
     def reset_cache(self) -> None:
         """Note that the caches are about to be reset: the leases of all requests end."""
 
+    def close(self) -> None:
+        """Stop the option's threads. No more calls follow."""
+
 
 class WorkerDoor:
     """An option in a worker's process. `read` is always a :class:`kvhma.vllm.reads.active_read.ActiveRead`."""
