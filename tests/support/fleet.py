@@ -84,7 +84,7 @@ class Engine:
         if not body.get("stream"):
             choices = self.choices or [{"index": index, "text": "a"} for index in range(body.get("n", 1))]
             answer = {"choices": choices, "usage": self.usage, "kv_transfer_params": self.params}
-            if body.get("return_token_ids"):
+            if body.get("return_token_ids") and "messages" in body:  # else they are in the choices
                 answer["prompt_token_ids"] = self.prompt_token_ids
             metrics = {"endpoint-load-metrics": "TEXT x=1"} if "endpoint-load-metrics-format" in request.headers else {}
             return web.json_response(answer, headers=metrics)
@@ -113,7 +113,8 @@ def usage(cached, prompt=50):
 class Fleet:
     """Prefill engines, decode engines, the proxy, and a client."""
 
-    def __init__(self, *answers, turns=None, tickets=False, prefills=1):
+    def __init__(self, *answers, turns=None, tickets=False, prefills=1, trace=None):
+        self._trace = trace
         self._turns, self._tickets = turns, tickets
         self.prefills = [Engine() for _ in range(prefills)]
         self.prefill = self.prefills[0]
@@ -125,7 +126,7 @@ class Fleet:
             await engine.server.start_server()
             self._stack.push_async_callback(engine.server.close)
         urls = [[engine.url for engine in engines] for engines in (self.prefills, self.decode)]
-        server = TestServer(proxy.make_app(*urls, self._turns, tickets=self._tickets))
+        server = TestServer(proxy.make_app(*urls, self._turns, tickets=self._tickets, trace=self._trace))
         await server.start_server()
         self._stack.push_async_callback(server.close)
         self.client = await self._stack.enter_async_context(aiohttp.ClientSession(str(server.make_url("/"))))

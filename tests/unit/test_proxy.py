@@ -6,14 +6,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 
 import pytest
+from click.testing import CliRunner
 
 aiohttp = pytest.importorskip("aiohttp", reason="make dev installs it")
 pytest.importorskip("msgspec", reason="make dev installs it")
 
 from kvhma import proxy
+from kvhma.cli.app import app
 from kvhma.proxy.app import PASSED, PASSED_TO_DECODE
+from kvhma.replay.trace_file import TraceFile
 from support.fleet import PARAMS, Fleet, usage
 
 
@@ -461,3 +465,78 @@ async def test_a_disconnect_aborts_prefill_and_decode():
         begun.cancel()
         for engine in (fleet.prefill, fleet.decode[0]):
             await asyncio.wait_for(engine.ended.wait(), 5)
+
+
+def traced(path):
+    header, *lines = (json.loads(line) for line in path.read_text().splitlines())
+    assert header == {"kvhma_requests": 1, "block_tokens": 64}
+    return lines
+
+
+@pytest.mark.parametrize("tickets", [False, True])
+async def test_requests_are_traced(tickets, tmp_path):
+    """With the tokens that P returns. A stream has an answer's length only if the client asks for `usage`."""
+    path, tokens = tmp_path / "trace", list(range(130))
+    said = {"prompt_tokens": 130, "completion_tokens": 7, "total_tokens": 137}
+    trace = TraceFile(str(path), None, logging.getLogger("kvhma.proxy"))
+    async with Fleet(said, tickets=tickets, trace=trace) as fleet:
+        fleet.prefill.usage = said | {"completion_tokens": 1}
+        fleet.prefill.prompt_token_ids = tokens
+        fleet.prefill.choices = [{"index": 0, "text": "a", "prompt_token_ids": tokens}]
+        for stream in (False, True):
+            _, text = await fleet.complete(stream=stream)
+            assert "prompt_token_ids" not in text
+            await fleet.chat("secret text", stream=stream)
+        fleet.prefill.choices[0]["prompt_token_ids"] = [*range(64), *range(100, 166)]
+        await fleet.complete(prompt=["a", "b"])
+        await fleet.complete(model="other")
+        await fleet.complete(prompt_logprobs=1)
+        fleet.decode[0].usage = None
+        await fleet.complete(stream=True)
+        fleet.prefill.status = 500
+        assert (await fleet.complete())[0] == 500
+    trace.close(10)
+    assert path.stat().st_mode & 0o777 == 0o600
+    read = CliRunner().invoke(app, ["replay", str(path), "google/gemma-3-27b-it", "--json", "--quiet"])
+    assert read.exit_code == 0, read.output
+    assert json.loads(read.stdout)["form"] == "kvhma"
+    lines = traced(path)
+    assert [(line["input_length"], line["output_length"]) for line in lines] == [(130, 7)] * 8 + [(130, None)]
+    ids = [line.get("hash_ids") for line in lines]
+    completion, chat, *others = ids
+    assert others[:2] == [completion, chat]
+    assert len(completion) == len(chat) == 2
+    assert not {*completion} & {*chat}, "of models with different names"
+    assert others[2] == others[3] == others[6]
+    assert (others[2][0], others[2][1] == completion[1]) == (completion[0], False)
+    assert not {*others[4]} & {*others[2]}
+    assert others[5] is None
+    assert "secret" not in path.read_text()
+    assert all(abs(line["timestamp"] / 1e3 - time.time()) < 600 for line in lines)
+
+
+async def test_sessions_and_salts_are_told_apart(tmp_path):
+    path = tmp_path / "trace"
+    trace = TraceFile(str(path), None, logging.getLogger("kvhma.proxy"))
+    async with Fleet(usage(0, 64), trace=trace) as fleet:
+        fleet.prefill.usage = {"prompt_tokens": 64}
+        fleet.prefill.choices = [{"index": 0, "prompt_token_ids": list(range(64))}]
+        for session, salt in (("one", "a"), ("two", "a"), ("one", "b")):
+            body = {"prompt": "x", "cache_salt": salt}
+            async with fleet.client.post("/v1/completions", json=body, headers={"X-Session-ID": session}) as answer:
+                await answer.read()
+    trace.close(10)
+    one, two, three = traced(path)
+    assert one["session"] == three["session"] != two["session"]
+    assert one["hash_ids"] == two["hash_ids"] != three["hash_ids"]
+
+
+@pytest.mark.parametrize("choices", [[], [{}], [{"prompt_token_ids": None}], [{"prompt_token_ids": ["a"]}], [7]])
+async def test_odd_answers_of_p_cost_the_trace_and_no_request(choices, tmp_path):
+    path = tmp_path / "trace"
+    trace = TraceFile(str(path), None, logging.getLogger("kvhma.proxy"))
+    async with Fleet(usage(0, 64), trace=trace) as fleet:
+        fleet.prefill.usage, fleet.prefill.choices = {"prompt_tokens": 64}, choices or [7]
+        assert (await fleet.complete())[0] == 200
+    trace.close(10)
+    assert all("hash_ids" not in line for line in traced(path))

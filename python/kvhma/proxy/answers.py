@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 
 from kvhma.proxy.bodies import Form, event_of, form_of
-from kvhma.proxy.engines import Call, Engines, logger, read_all
+from kvhma.proxy.engines import Call, Engines, Usage, logger, read_all
 
 MAX_ANSWER_BYTES = 256 << 20
 MAX_EVENT_BYTES = 64 << 20
@@ -93,7 +93,9 @@ class Answer:
         event = self._first
         while event:
             name, _, text = event.partition(b"data: {")
-            if any(key in text for key in _CHANGED):
+            if any(key in text for key in _CHANGED) or (
+                self._call.traced is not None and b'"completion_tokens"' in text
+            ):
                 with contextlib.suppress(msgspec.DecodeError):
                     event = name + event_of(await self._changed(form_of(b"{" + text)))
             yield event
@@ -106,6 +108,9 @@ class Answer:
             with contextlib.suppress(msgspec.DecodeError):
                 form["response"] = await self._changed(form_of(form["response"]))
         usage = msgspec.json.decode(form.get("usage", b"null"))
+        if self._call.traced is not None:
+            with contextlib.suppress(msgspec.ValidationError):
+                self._call.traced.usage = msgspec.convert(usage, Usage)
         details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
         if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
             cached = await self._cached_at_prefill(details["cached_tokens"], usage.get("prompt_tokens"))
@@ -139,6 +144,8 @@ class Answer:
     async def aclose(self) -> None:
         """End the requests that still run, so that a client that disconnects ends them too."""
         self._answer.close()
+        if self._call.traced is not None:
+            self._call.traced.end()
         if self._call.prefill is not None:
             self._call.prefill.cancel()
             await asyncio.gather(self._call.prefill, return_exceptions=True)

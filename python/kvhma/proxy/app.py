@@ -31,6 +31,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from kvhma.errors import SettingsError
 from kvhma.proxy.answers import Answer
 from kvhma.proxy.bodies import (
     Form,
@@ -46,8 +47,9 @@ from kvhma.proxy.bodies import (
     renumbered,
     wrong,
 )
-from kvhma.proxy.engines import Address, Call, Engines, ProxyError, address_in, logger, read_all
+from kvhma.proxy.engines import Address, Call, Engines, ProxyError, TracedRequest, address_in, logger, read_all
 from kvhma.proxy.turns import Turns
+from kvhma.replay.trace_file import TraceFile
 
 PREFILL_PARAMS: dict[str, Any] = {
     "do_remote_decode": True,
@@ -75,9 +77,10 @@ CALL = web.RequestKey("call", Call)
 class Proxy:
     """Forwards requests to engines."""
 
-    def __init__(self, engines: Engines, turns: Turns | None, *, tickets: bool) -> None:
+    def __init__(self, engines: Engines, turns: Turns | None, *, tickets: bool, trace: TraceFile | None) -> None:
         """Store the arguments of :func:`make_app`."""
         self._engines, self._turns, self._tickets = engines, turns, tickets and turns is None
+        self._trace = trace
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Prefill, then decode; stream the decode engine's answer to the client."""
@@ -97,6 +100,9 @@ class Proxy:
 
     async def _complete(self, call: Call, body: Form) -> Answer:
         """Return the answer to a body with one prompt."""
+        if self._trace is not None:
+            salts = b" ".join(bytes(memoryview(body.get(key, b""))) for key in ("model", "cache_salt"))
+            call.traced = TracedRequest(self._trace, call.headers.get("X-Session-ID"), salts)
         return await self._repeated(call, lambda: self._attempt(call, body, plain(body)))
 
     async def _repeated(self, call: Call, attempt: Callable[[], Awaitable[Answer]]) -> Answer:
@@ -130,7 +136,7 @@ class Proxy:
         """
         short = {key: value for key, value in body.items() if key not in ONLY_FOR_DECODE}
         short |= {"stream": False, "n": 1, "max_tokens": 1, "kv_transfer_params": asked}
-        if hands_on_ids := is_text_chat(body):
+        if (hands_on_ids := is_text_chat(body)) or (call.traced is not None and "prompt" in body):
             short["return_token_ids"] = True
         if "max_completion_tokens" in short:
             short["max_completion_tokens"] = 1
@@ -148,6 +154,8 @@ class Proxy:
             logger.warning("prefill engine %s %s", engine, problem)
             raise ProxyError(502, f"the prefill engine {problem}", "prefill_failed", ("prefill", engine))
         self._engines.learn(engine, params)
+        if call.traced is not None:
+            call.traced.note_prompt(form)
         if params and hands_on_ids and "prompt_token_ids" in form:
             # D does not render the template again, whose date may differ there: midnight, another time zone.
             params["prompt_token_ids"] = form["prompt_token_ids"]
@@ -328,7 +336,12 @@ async def add_id(request: web.Request, answer: web.StreamResponse) -> None:
 
 
 def make_app(
-    prefill: Sequence[str], decode: Sequence[str], turns: Turns | None = None, *, tickets: bool = False
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    turns: Turns | None = None,
+    *,
+    tickets: bool = False,
+    trace: TraceFile | None = None,
 ) -> web.Application:
     """Return the proxy as an aiohttp application.
 
@@ -337,9 +350,10 @@ def make_app(
         decode: URLs of engines that answer.
         turns: storage for the last turns of chats; None to store no turns.
         tickets: whether to ask a prefill and a decode engine at once.
+        trace: gets each request that ends; None to trace none.
     """
     engines = Engines(prefill, decode)
-    proxy = Proxy(engines, turns, tickets=tickets)
+    proxy = Proxy(engines, turns, tickets=tickets, trace=trace)
     # A handler is cancelled when its client disconnects, see main().
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[with_call])
     app.cleanup_ctx.append(engines.connected)
@@ -362,6 +376,8 @@ def parser() -> argparse.ArgumentParser:
     either = made.add_mutually_exclusive_group()
     either.add_argument("--turns", action="store_true", help="have the last turn of a chat read from its decode engine")
     either.add_argument("--tickets", action="store_true", help="have prompts read while they are computed")
+    made.add_argument("--trace-out", metavar="FILE", help="add lengths and salted hashes of each request to a file")
+    made.add_argument("--trace-salt-file", metavar="FILE", help="its salt; default: drawn")
     return made
 
 
@@ -370,5 +386,11 @@ def main() -> None:
     options = parser().parse_args()
     logging.basicConfig(format="%(levelname)s %(asctime)s %(message)s", level=logging.WARNING)
     prefill, decode = ([url.rstrip("/") for url in urls] for urls in (options.prefill, options.decode))
-    app = make_app(prefill, decode, Turns() if options.turns else None, tickets=options.tickets)
+    try:
+        trace = TraceFile(options.trace_out, options.trace_salt_file, logger) if options.trace_out else None
+    except SettingsError as error:
+        parser().error(str(error))
+    app = make_app(prefill, decode, Turns() if options.turns else None, tickets=options.tickets, trace=trace)
     web.run_app(app, host=options.host, port=options.port, handler_cancellation=True, access_log=None)
+    if trace is not None:
+        trace.close(5)

@@ -8,6 +8,7 @@ import contextlib
 import io
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ import aiohttp
 import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+
+from kvhma._kvhma import digest_prefixes
+from kvhma.replay.trace_file import TraceFile
 
 logger = logging.getLogger("kvhma.proxy")
 
@@ -46,6 +50,50 @@ class ConnectionLostError(ProxyError):
     """A connection to an engine ended before the answer began."""
 
 
+class Usage(msgspec.Struct):
+    """Tokens, as an engine's answer says them."""
+
+    prompt_tokens: int
+    completion_tokens: int | None = None
+
+
+@dataclass
+class TracedRequest:
+    """A request for a trace, as far as the engines have said what it is.
+
+    Attributes:
+        salts: what distinguishes caches of the same tokens.
+        usage: D's; P's while D has said nothing.
+        ids: tokens of the prompt, as P wrote them.
+    """
+
+    trace: TraceFile
+    session: str | None
+    salts: bytes
+    arrived: float = field(default_factory=time.time)
+    usage: Usage | None = None
+    ids: msgspec.Raw | None = None
+
+    def note_prompt(self, form: Mapping[str, Any]) -> None:
+        """Note P's answer: that to a completion has the tokens in a choice. Prompts with pictures have none."""
+        with contextlib.suppress(msgspec.MsgspecError, KeyError, IndexError):
+            usage = msgspec.json.decode(form["usage"], type=Usage)
+            self.usage = self.usage or Usage(usage.prompt_tokens)
+            choices = list[dict[str, msgspec.Raw]]
+            has_ids = form if "prompt_token_ids" in form else msgspec.json.decode(form["choices"], type=choices)[0]
+            self.ids = has_ids["prompt_token_ids"]
+
+    def end(self) -> None:
+        """Add the request to the trace if an engine has said how long it is."""
+        if (usage := self.usage) is not None:
+            prefixes = None if self.ids is None else self._prefixes
+            self.trace.add_request(self.arrived, usage.prompt_tokens, usage.completion_tokens, self.session, prefixes)
+
+    def _prefixes(self, counts: Sequence[int]) -> list[bytes]:
+        tokens = msgspec.json.decode(self.ids or b"", type=list[int])
+        return [digest + self.salts for digest in digest_prefixes(tokens, list(counts))]
+
+
 @dataclass
 class Call:
     """A request of a client.
@@ -58,6 +106,7 @@ class Call:
         chat: what identifies the chat, if turns are stored.
         last_turn: parameters of the answer before, for the prefill engine.
         prefill: has or gets a prefill engine's parameters for the decode engine.
+        traced: None if requests are not traced.
     """
 
     path: str
@@ -67,6 +116,7 @@ class Call:
     chat: dict[str, Any] = field(default_factory=dict)
     last_turn: dict[str, Any] | None = None
     prefill: asyncio.Task[dict[str, Any]] | None = None
+    traced: TracedRequest | None = None
 
     @property
     def id(self) -> str:
