@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import vllm
+from vllm.transformers_utils import configs
 
 from kvhma.errors import ConfigError
 from kvhma.models import Attention, Model, State
@@ -55,6 +56,10 @@ def test_public_configurations(name: str) -> None:
 STEP = PUBLIC["Step-3.5-Flash"]
 
 
+@pytest.mark.skipif(
+    not hasattr(configs, "Step3p5Config"),
+    reason="transformers' class, which vLLM 0.33 takes, reads other heads otherwise",
+)
 @pytest.mark.parametrize(
     "changes",
     [

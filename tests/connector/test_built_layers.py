@@ -15,6 +15,7 @@ import msgspec
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.models.transformers import utils
 
 from kvhma.errors import HandshakeError, UnsupportedPairError
 from kvhma.nixl.handshake import MAX_EXTRA_BYTES
@@ -162,7 +163,10 @@ def test_frequencies_that_transformers_computes_anew_beyond_a_length():
         built(dynamic | {"max_position_embeddings": length}, model_impl="transformers", max_model_len=most).layers
         for length, most in ((128, 128), (256, 128), (128, 64))
     )
-    assert "LlamaModel.rotary_emb.original_max_seq_len is 128.0 here, 256.0" in (here.difference(there) or "")
+    if hasattr(utils, "disable_noop_dynamic_rope"):  # 0.33 computes none anew within max_model_len
+        assert here.difference(there) is None
+    else:
+        assert "LlamaModel.rotary_emb.original_max_seq_len is 128.0 here, 256.0" in (here.difference(there) or "")
     assert here.difference(shorter) is None
 
 
