@@ -52,13 +52,15 @@ def main(folder: str, name: str = "gemma-3-27b") -> None:
     heads = []
     for title, file in TRACES.items():
         trace = read_trace(Path(folder) / file)
-        computed = trace.prompts - hits_of(trace, decode, "prefill", np.zeros(len(trace), np.uint32)).min(axis=0)
+        computed = trace.prompts - hits_of(trace, decode, "prefill", np.zeros(len(trace), np.uint32)).min(axis=(0, 1))
         pairs = round(computed.sum() / DECODE_SPEED / trace.seconds[-1] / BUSY)
         heads.append(f"{title}, {pairs} pairs")
         at = engines_of(trace, "turns", pairs)
-        hits = hits_of(trace, decode, "each group", at)
+        hits = hits_of(trace, decode, "decode", at)[1]
         missing = trace.prompts - hits.min(axis=0)
-        remote, alone = (trace.prompts - hits_of(trace, side, "prefill", at).min(axis=0) for side in (prefill, decode))
+        remote, alone = (
+            trace.prompts - hits_of(trace, side, "prefill", at)[0].min(axis=0) for side in (prefill, decode)
+        )
         times = (remote / PREFILL_SPEED, missing, missing / DECODE_SPEED, alone / DECODE_SPEED)
         ways = Ways(trace.seconds, at, at, *times, FIXED_SECONDS)
         for link in LINKS:

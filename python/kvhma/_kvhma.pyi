@@ -39,7 +39,9 @@ __all__ = [
     "join_tables",
     "live_spans",
     "permuted_rows",
+    "plain_rows",
     "prefix_hits",
+    "shared_paths",
     "spans_to_fill",
     "spans_to_texts",
     "ssm_descriptors",
@@ -526,6 +528,40 @@ def turns(nodes: NDArray[np.int64], offsets: NDArray[np.uint64], number: int) ->
         RequestError: the arrays do not fit.
     """
 
+def plain_rows(
+    text: bytes, at: int, most: int
+) -> tuple[
+    tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]], int, int
+]:
+    """Read the lines of a trace up to the first one that is no plain row: numbers, identities, and no session.
+
+    Args:
+        text: whole lines, JSON objects with ``timestamp``, ``input_length``, ``output_length`` and maybe ``hash_ids``.
+        at: where the first of the lines begins.
+        most: limit of the tokens of a prompt, and of an answer.
+
+    Returns:
+        float64 timestamps, int64 prompts and int64 answers of shape (rows,), int64 identities of all rows, and
+        int64 counts of identities of shape (rows,), (0,) if rows have none; the bytes and the lines that were read.
+    """
+
+def shared_paths(
+    nodes: NDArray[np.int64], ends: NDArray[np.uint32], offsets: NDArray[np.uint64]
+) -> tuple[NDArray[np.int64], NDArray[np.uint32], NDArray[np.uint64]]:
+    """Return the paths of a trace without nearly all nodes of a single prompt, which are the last ones of each prompt.
+
+    Args:
+        nodes: int64, the nodes of all prompts.
+        ends: uint32, the tokens of a prompt up to the end of each node.
+        offsets: uint64 of shape (n + 1,), where the nodes of a prompt begin.
+
+    Returns:
+        The same arrays of what stays.
+
+    Raises:
+        RequestError: the arrays do not fit.
+    """
+
 def prefix_hits(
     nodes: NDArray[np.int64],
     ends: NDArray[np.uint32],
@@ -550,10 +586,10 @@ def prefix_hits(
         geometry: a rank of an engine, which has the groups.
         groups: numbers of groups, and the bytes of a block of each in all layers and ranks.
         pool: bytes of an engine's cache.
-        side: ``prefill``, ``one hit`` or ``each group``.
+        side: ``prefill``, or ``decode``, which has two rules: one hit for all groups, and a hit of each group.
 
     Returns:
-        uint32 of shape (groups * n,).
+        uint32 of shape (rules * groups * n,).
 
     Raises:
         RequestError: the arrays do not fit.

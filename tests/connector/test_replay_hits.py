@@ -71,9 +71,9 @@ class Traffic:
             rank(HERE, groups, layers).core,
             [(at, 1) for at in range(len(groups))],
             pool,
-            side,
+            "prefill" if side == "prefill" else "decode",
         )
-        return found.reshape(len(groups), number)
+        return found.reshape(-1, len(groups), number)[-1 if side == "each group" else 0]
 
 
 class Engine(Decode):

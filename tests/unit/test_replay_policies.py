@@ -129,9 +129,9 @@ def test_policies_of_public_traces_by_their_definition(
     at_p, at_d = (engines_of(trace, route, number) for number in numbers)
     speeds = {"tokens_per_second": 5_000, "remote_tokens_per_second": 20_000}
     costs = kvhma.cost(sides.decode, sides.prefill, link, **speeds)
-    hits = hits_of(trace, sides.decode, "each group", at_d).T.tolist()
-    remote_hits = hits_of(trace, sides.prefill, "prefill", at_p).min(axis=0).tolist()
-    alone = hits_of(trace, sides.decode, "prefill", at_d).min(axis=0)
+    hits = hits_of(trace, sides.decode, "decode", at_d)[1].T.tolist()
+    remote_hits = hits_of(trace, sides.prefill, "prefill", at_p)[0].min(axis=0).tolist()
+    alone = hits_of(trace, sides.decode, "prefill", at_d)[0].min(axis=0)
     each = [costs.of(*request) for request in zip(trace.prompts.tolist(), hits, remote_hits, strict=True)]
     read, local = np.array([cost.most_seconds for cost in each]), [cost.compute_seconds for cost in each]
     remote = [cost.remote_compute_seconds for cost in each]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvhma._kvhma import plain_rows, shared_paths
 from kvhma.errors import RequestError
 
 MAX_TOKENS = 1 << 24
@@ -29,7 +30,7 @@ _GRID_MILLISECONDS = 1000
 """A common step of all arrivals that is shorter is a clock, not a grid."""
 _LEAST_STEPS = 10
 """Fewer steps show no grid."""
-_REQUESTS_AT_ONCE, _NODES_AT_ONCE = 1 << 14, 1 << 20
+_REQUESTS_AT_ONCE = 1 << 14
 """So no array of indices is as long as all nodes."""
 
 
@@ -51,28 +52,7 @@ class Paths(NamedTuple):
 
         They are the last ones of each prompt. A cache that evicts nothing has the same hits, and needs less memory.
         """
-        # A node of a single prompt is followed by others of that prompt alone.
-        keys = np.empty(len(self.nodes), np.uint32)
-        for part in _slices(len(keys), _NODES_AT_ONCE):
-            keys[part] = _keys(self.nodes[part])
-        keys.sort()
-        repeated = keys[1:][keys[1:] == keys[:-1]]
-        repeated = repeated[np.append(repeated[1:] != repeated[:-1], True)[: len(repeated)]]
-        del keys
-        starts = self.offsets[:-1].astype(np.int64)
-        low, high = starts.copy(), self.offsets[1:].astype(np.int64)
-        while len(repeated) and len(open_ := np.flatnonzero(low < high)):
-            middle = (low[open_] + high[open_]) // 2
-            each = _keys(self.nodes[middle])
-            is_shared = repeated[np.searchsorted(repeated[:-1], each)] == each
-            low[open_[is_shared]] = middle[is_shared] + 1
-            high[open_[~is_shared]] = middle[~is_shared]
-        offsets = np.append(0, np.cumsum(low - starts))
-        kept = np.zeros(len(self.nodes), bool)
-        for part in _slices(len(starts), _REQUESTS_AT_ONCE):
-            counts = low[part] - starts[part]
-            kept[np.arange(counts.sum()) + np.repeat(starts[part] - offsets[part] + offsets[part.start], counts)] = True
-        return Paths(self.nodes[kept], self.ends[kept], offsets.astype(np.uint64))
+        return Paths(*shared_paths(*self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +160,23 @@ class Columns:
             self._counts.append(len(row.ids))
             self._ends.extend(row.ends or ())
 
+    def add_plain(self, text: bytes, at: int) -> tuple[int, int]:
+        """Add the plain rows of Mooncake's form that a text has from a place on; :meth:`add` refuses what is wrong.
+
+        Returns:
+            The bytes and the lines of these rows.
+        """
+        (times, prompts, answers, ids, counts), nbytes, lines = plain_rows(text, at, MAX_TOKENS)
+        is_full = len(self) + len(times) > MAX_REQUESTS or len(self._ids) > MAX_IDENTITIES - MAX_TOKENS
+        if is_full or self._has != (False, len(counts) > 0):
+            return 0, 0
+        self._seconds.frombytes((times / 1e3).tobytes())
+        for column, values in zip(
+            (self._prompts, self._answers, self._ids, self._counts), (prompts, answers, ids, counts), strict=True
+        ):
+            column.frombytes(values.tobytes())
+        return nbytes, lines
+
     def add_answer(self, line: int, request: int, tokens: int) -> None:
         """Add tokens to the answer of the request with this number.
 
@@ -269,11 +266,6 @@ class Columns:
                 nodes[to] += np.repeat(np.array(self._sessions)[rows], each) << SESSION_BITS
             ends[to] = np.minimum((within + 1) * unit, np.repeat(prompts[rows], each)) if unit else given_ends[index]
         return Paths(nodes, ends, offsets.astype(np.uint64))
-
-
-def _keys(nodes: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """Return keys that take half the memory. A few different nodes have the same key."""
-    return ((nodes.view(np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)) >> np.uint64(32)).astype(np.uint32)
 
 
 def _slices(number: int, step: int) -> Iterator[slice]:

@@ -8,6 +8,7 @@ its cache. Tokens of answers have no identity in a trace, so no later prompt hit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
 from typing import Any, Literal, TypeAlias
@@ -24,8 +25,8 @@ from kvhma.replay.policies import Ways, compare
 Route: TypeAlias = Literal["turns", "session", "hash", "round-robin"]
 """How requests find an engine; docs/replay.md defines them."""
 
-Side: TypeAlias = Literal["prefill", "one hit", "each group"]
-"""Who fills a cache and how its hits are chosen: P computes; all groups of D hit the same, or each its own."""
+Side: TypeAlias = Literal["prefill", "decode"]
+"""Who fills a cache. P computes; D loads, and has two rules: all groups hit the same, or each its own."""
 
 LINKS = (10, 25, 100, 400)
 """Gb/s of the links that are compared."""
@@ -33,6 +34,8 @@ _WINDOWS = (1, 10)
 """Seconds over which a rate is taken."""
 _POINTS = 300
 """Limit of the times in a picture; its lengths are a third of these."""
+_CACHES_AT_ONCE = 2
+"""Caches that are simulated at the same time: each holds all shared nodes of a trace."""
 WITHOUT_END = (1 << 64) - 1
 """Bytes of a cache that evicts nothing."""
 
@@ -76,11 +79,11 @@ def hits_of(
         pool: bytes of an engine's cache, of all its ranks.
 
     Returns:
-        int64 of shape (groups, n); zeros if the trace has no identities.
+        int64 of shape (rules, groups, n), with one rule at P; zeros if the trace has no identities.
     """
     groups = ranks[0].groups
     if trace.paths is None:
-        return np.zeros((len(groups), len(trace)), np.int64)
+        return np.zeros((2 if side == "decode" else 1, len(groups), len(trace)), np.int64)
     # Equal groups have the same hits.
     block_bytes = dict.fromkeys(groups, 0)
     for rank in ranks:
@@ -88,7 +91,7 @@ def hits_of(
             block_bytes[groups[layer.group]] += layer.block_stride
     answers = trace.answers if side != "prefill" else np.ones(len(trace))
     found = prefix_hits(
-        *(trace.paths if pool < WITHOUT_END else trace.paths.shared()),
+        *trace.paths,
         trace.prompts.astype(np.uint32),
         answers.astype(np.uint32),
         engines,
@@ -97,8 +100,9 @@ def hits_of(
         pool,
         side,
     )
-    rows = dict(zip(block_bytes, found.reshape(-1, len(trace)).astype(np.int64), strict=True))
-    return np.array([rows[group] for group in groups])
+    rows = {group: row for row, group in enumerate(block_bytes)}
+    found = found.reshape(-1, len(rows), len(trace))
+    return found[:, [rows[group] for group in groups]].astype(np.int64)
 
 
 def _whole(group: Group) -> Group:
@@ -154,14 +158,21 @@ def replay(
         return Costs._make(column[which] for column in of.of_each(lengths, link=link))
 
     whole = cost(without_clipping(decode), without_clipping(prefill))
-    priced = {"whole": without_hits(whole)}
-    priced["clipped"] = without_hits(costs)
-    own_hits = np.zeros((len(costs.groups), 1), np.int64)
+    priced = {"whole": without_hits(whole), "clipped": without_hits(costs)}
+    on_step("hits of caches")
+    shared = trace.paths and replace(trace, paths=trace.paths.shared())
+    of_p, of_d = ((shared or trace) if pool == WITHOUT_END else trace for pool in pools)
+    wanted: dict[str, tuple[Trace, Sequence[Geometry], Side, NDArray[np.uint32], int]]
+    wanted = {"d": (of_d, decode, "decode", at_d, pools[1])}
+    if speeds is not None:
+        wanted["p"] = (of_p, prefill, "prefill", at_p, pools[0])
+    if engines is not None:
+        wanted["alone"] = (of_d, decode, "prefill", at_d, pools[1])  # a D that computes all
+    with ThreadPoolExecutor(_CACHES_AT_ONCE) as threads:
+        hits = dict(zip(wanted, threads.map(lambda each: hits_of(*each), wanted.values()), strict=True))
     if trace.paths is not None:
-        on_step("hits of D's caches")
-        priced["one_hit"] = costs.of_each(trace.prompts, hits_of(trace, decode, "one hit", at_d, pools[1]))
-        own_hits = hits_of(trace, decode, "each group", at_d, pools[1])
-        priced["each_group"] = costs.of_each(trace.prompts, own_hits)
+        rules = zip(("one_hit", "each_group"), hits["d"], strict=True)
+        priced |= {name: costs.of_each(trace.prompts, of_groups) for name, of_groups in rules}
     span = float(trace.seconds[-1]) if len(trace) else 0.0
     found: dict[str, Any] = {
         "requests": len(trace),
@@ -178,9 +189,8 @@ def replay(
         found["decoded_tokens_per_second"] = float(trace.answers.sum()) / span
     if speeds is None:
         return found
-    on_step("hits of P's caches")
     computed = trace.prompts / speeds[0]
-    with_cache = (trace.prompts - hits_of(trace, prefill, "prefill", at_p, pools[0]).min(axis=0)) / speeds[0]
+    with_cache = (trace.prompts - hits["p"].min(axis=(0, 1))) / speeds[0]
     found["prefill"] = _busy(trace, {"": computed, "_with_cache": with_cache}, decode_speed)
     sent = priced["clipped"].bytes * 8e-9 / computed
     found["prefill"]["gigabits_per_second"] = {"median": float(np.median(sent)), "p99": float(np.percentile(sent, 99))}
@@ -190,14 +200,15 @@ def replay(
     }
     if engines is None:
         return found
-    on_step("hits of a D that computes all")
-    missing = trace.prompts - own_hits.min(axis=0)
-    alone = (trace.prompts - hits_of(trace, decode, "prefill", at_d, pools[1]).min(axis=0)) / speeds[1]
+    missing = trace.prompts - hits["d"][1].min(axis=0)
+    alone = (trace.prompts - hits["alone"].min(axis=(0, 1))) / speeds[1]
     ways = Ways(trace.seconds, at_p, at_d, with_cache, missing, missing / speeds[1], alone, fixed_seconds)
     found["policies"] = {}
     for name, link in links.items():
         on_step(f"policies: {name}")
-        reads = without_hits(costs, link) if trace.paths is None else costs.of_each(trace.prompts, own_hits, link=link)
+        reads = (
+            without_hits(costs, link) if trace.paths is None else costs.of_each(trace.prompts, hits["d"][1], link=link)
+        )
         found["policies"][name] = compare(ways, reads)
     return found
 

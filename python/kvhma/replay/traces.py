@@ -22,6 +22,8 @@ __all__ = ["Paths", "Trace", "read_trace"]
 
 _MAX_LINE = 1 << 26
 """Limit of the bytes of a line."""
+_CHUNK = 1 << 20
+"""Bytes of lines that are read at once, and one line more."""
 _MAX_LENGTHS = 1 << 28
 """Limit of the bytes of a file of lengths."""
 
@@ -46,7 +48,7 @@ def read_trace(
     """
     try:
         with path.open("rb") as file:
-            lines = _lines(path, file, progress)
+            lines = _Lines(path, file, progress)
             first = next(lines, None)
             if first is None:
                 raise RequestError(f"{path}: no requests")
@@ -57,17 +59,35 @@ def read_trace(
         raise RequestError(f"{error.filename or path}: {error.strerror or error}") from error
 
 
-def _lines(path: Path, file: BinaryIO, progress: Callable[[int], object]) -> Iterator[_Line]:
-    """Yield the lines that are not empty, with their numbers."""
-    number = 0
-    while line := file.readline(_MAX_LINE + 1):
-        number += 1
-        if len(line) > _MAX_LINE:
-            raise RequestError(f"{path}, line {number}: more than {_MAX_LINE:,} bytes")
-        if number % 4096 == 0:
+class _Lines(Iterator[_Line]):
+    """The lines that are not empty, with their numbers.
+
+    Attributes:
+        take: reads lines of a text at once, from a place in it; returns their bytes and their number.
+    """
+
+    def __init__(self, path: Path, file: BinaryIO, progress: Callable[[int], object]) -> None:
+        self.take: Callable[[bytes, int], tuple[int, int]] = lambda text, at: (0, 0)
+        self._lines = self._read(path, file, progress)
+
+    def __next__(self) -> _Line:
+        return next(self._lines)
+
+    def _read(self, path: Path, file: BinaryIO, progress: Callable[[int], object]) -> Iterator[_Line]:
+        number = 0
+        while text := file.read(_CHUNK):
+            text += file.readline(_MAX_LINE + 1)
+            at = 0
+            while at < len(text):
+                nbytes, count = self.take(text, at)
+                at, number = at + nbytes, number + count
+                if line := text[at : text.find(b"\n", at) + 1 or len(text)]:
+                    at, number = at + len(line), number + 1
+                    if len(line) > _MAX_LINE:
+                        raise RequestError(f"{path}, line {number}: more than {_MAX_LINE:,} bytes")
+                    if line.strip():
+                        yield number, line
             progress(file.tell())
-        if line.strip():
-            yield number, line
 
 
 def _number(value: Any, kind: type) -> Any:
@@ -80,7 +100,7 @@ def _number(value: Any, kind: type) -> Any:
     return number
 
 
-def _read_json(path: Path, first: _Line, lines: Iterator[_Line], lengths: Path | None) -> Trace:
+def _read_json(path: Path, first: _Line, lines: _Lines, lengths: Path | None) -> Trace:
     form = _parsed(path, *first)
     if is_log(form):
         columns = Columns(path, "vLLM's log")
@@ -89,6 +109,8 @@ def _read_json(path: Path, first: _Line, lines: Iterator[_Line], lengths: Path |
     for name, (is_it, reader) in _JSON.items():
         if is_it(form):
             columns = Columns(path, name, in_sessions=reader is _runs)
+            if reader is _mooncake:
+                lines.take = columns.add_plain
             rest = ((number, _parsed(path, number, line)) for number, line in lines)
             _add_all(path, chain([(first[0], form)], rest), reader(columns, lengths))
             return columns.trace()

@@ -10,6 +10,8 @@ use std::ops::Range;
 
 use crate::geometry::types::{Group, Kind};
 
+pub mod rows;
+
 /// A group of an engine's cache.
 #[derive(Clone, Debug)]
 pub struct CacheGroup {
@@ -30,15 +32,22 @@ impl CacheGroup {
     }
 }
 
-/// What fills a cache, and how its hits are chosen.
+/// What fills a cache. Requests hit no more than its rules of hits say, one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// The engine computes whole prompts. All groups hit the same number of tokens.
     Prefill,
-    /// The engine loads what each prompt still needs. All groups hit the same number of tokens.
-    DecodeOneHit,
-    /// The same, and full attention hits its own number of tokens, windows at most as many.
-    DecodeEachGroup,
+    /// The engine loads what each prompt still needs. Two rules: all groups hit the same number of tokens, as vLLM has
+    /// it (beside a state each group its own); or full attention hits its own number, and windows at most as many.
+    Decode,
+}
+
+impl Side {
+    /// How many rules of hits there are.
+    #[must_use]
+    pub fn rules(self) -> usize {
+        1 + usize::from(self == Side::Decode)
+    }
 }
 
 /// Requests in the order of their arrival.
@@ -83,7 +92,8 @@ const MAX_ENGINES: u32 = 1 << 16;
 /// Tokens of a step of a prefill: vLLM keeps a state at its end, cut down to a whole block.
 const STEP_TOKENS: u64 = 8192;
 
-/// Return the tokens that each group hits, for each request: all of the first group, then all of the second.
+/// Return the tokens that each group hits, for each request: all of the first group, then all of the second; all of the
+/// first rule, then all of the second.
 ///
 /// `pool` is the bytes of an engine's cache. Requests end before the next ones begin.
 #[must_use]
@@ -91,7 +101,7 @@ pub fn prefix_hits(requests: Requests<'_>, groups: &[CacheGroup], pool: u64, sid
     let number = requests.prompts.len();
     let engines = requests.engines.iter().max().map_or(0, |&most| most as usize + 1);
     let mut caches: Vec<Cache<'_>> = (0..engines).map(|_| Cache::new(groups, pool, side)).collect();
-    let mut hits = vec![0; number * groups.len()];
+    let mut hits = vec![0; number * groups.len() * side.rules()];
     for request in 0..number {
         let nodes = requests.offsets[request] as usize..requests.offsets[request + 1] as usize;
         let prompt = Prompt {
@@ -101,8 +111,8 @@ pub fn prefix_hits(requests: Requests<'_>, groups: &[CacheGroup], pool: u64, sid
             answer: requests.answers[request].into(),
         };
         let cache = &mut caches[requests.engines[request] as usize];
-        for (group, hit) in cache.run(&prompt).into_iter().enumerate() {
-            hits[group * number + request] = u32::try_from(hit).unwrap_or(u32::MAX);
+        for (row, hit) in cache.run(&prompt).into_iter().enumerate() {
+            hits[row * number + request] = u32::try_from(hit).unwrap_or(u32::MAX);
         }
     }
     hits
@@ -119,89 +129,107 @@ impl Prompt<'_> {
     /// The blocks that end in a node.
     fn blocks(&self, index: usize, block: u64) -> (u64, u64) {
         let begin = if index == 0 { 0 } else { self.ends[index - 1] };
-        (u64::from(begin) / block, u64::from(self.ends[index]) / block)
+        let block = u32::try_from(block).unwrap_or(u32::MAX); // twice as fast as u64
+        (u64::from(begin / block), u64::from(self.ends[index] / block))
     }
 }
 
 /// Blocks of a group that end in a node: `first..last`, in a list from the least to the most recently used.
+#[derive(Clone, Copy)]
 struct Held {
-    key: (usize, i64),
-    first: u64,
-    last: u64,
+    first: u32,
+    last: u32,
     before: u32,
     after: u32,
 }
 
 const NONE: u32 = u32::MAX;
+const EMPTY: Held = Held { first: 0, last: 0, before: NONE, after: NONE };
+/// The name of blocks without a known prefix, such as those of answers. Names of traces are not negative.
+const UNNAMED: i64 = -1;
 
 struct Cache<'a> {
     groups: &'a [CacheGroup],
     side: Side,
     room: u64,
     used: u64,
-    places: HashMap<(usize, i64), u32, BuildHasherDefault<Mix>>,
+    /// Numbers of the nodes that have blocks in a group.
+    numbers: HashMap<i64, u32, BuildHasherDefault<Mix>>,
+    names: Vec<i64>,
+    /// Blocks of all groups of the first number, then of the second.
     held: Vec<Held>,
     free: Vec<u32>,
     oldest: u32,
     newest: u32,
-    /// Blocks without a known prefix, such as those of answers, get separate names.
-    unnamed: i64,
 }
 
 impl<'a> Cache<'a> {
     fn new(groups: &'a [CacheGroup], room: u64, side: Side) -> Self {
-        let (places, held, free) = Default::default();
-        Self { groups, side, room, used: 0, places, held, free, oldest: NONE, newest: NONE, unnamed: 0 }
+        let (numbers, names, held, free) = Default::default();
+        Self { groups, side, room, used: 0, numbers, names, held, free, oldest: NONE, newest: NONE }
     }
 
     /// Return the hits of a prompt, and keep what the engine has of it afterwards.
     fn run(&mut self, prompt: &Prompt<'_>) -> Vec<u64> {
         let limit = prompt.tokens - 1;
-        let runs: Vec<Vec<(u64, u64)>> = (0..self.groups.len()).map(|group| self.runs(prompt, group)).collect();
-        let hit = |group: usize, limit: u64| longest_hit(&runs[group], &self.groups[group].group, limit);
-        let numbers = 0..self.groups.len();
-        let has_state = self.groups.iter().any(CacheGroup::is_state);
-        let full = numbers.clone().find(|&group| self.groups[group].is_whole());
-        let own_hits = self.side == Side::DecodeEachGroup || (self.side == Side::DecodeOneHit && has_state);
-        let hits: Vec<u64> = match full {
-            Some(full) if own_hits => {
-                let most = hit(full, limit);
-                numbers.map(|group| hit(group, most)).collect()
+        let mut at: Vec<u32> =
+            prompt.nodes.iter().map(|node| self.numbers.get(node).copied().unwrap_or(NONE)).collect();
+        let runs: Vec<Vec<(u64, u64)>> = (0..self.groups.len()).map(|group| self.runs(prompt, &at, group)).collect();
+        let groups = self.groups;
+        let hit = |group: usize, limit: u64| longest_hit(&runs[group], &groups[group].group, limit);
+        let numbers = 0..groups.len();
+        let has_state = groups.iter().any(CacheGroup::is_state);
+        let full = numbers.clone().find(|&group| groups[group].is_whole());
+        let mut most = limit;
+        loop {
+            let least = numbers.clone().fold(most, |least, group| hit(group, least));
+            if least == most {
+                break;
             }
-            _ => {
-                let mut most = limit;
-                loop {
-                    let least = numbers.clone().fold(most, |least, group| hit(group, least));
-                    if least == most {
-                        break;
-                    }
-                    most = least;
-                }
-                vec![most; self.groups.len()]
+            most = least;
+        }
+        let mut hits = vec![most; groups.len()];
+        self.keep(prompt, &mut at, most);
+        if self.side == Side::Decode {
+            let own: Vec<u64> = full.map_or_else(
+                || hits.clone(),
+                |full| {
+                    let most = hit(full, limit);
+                    numbers.map(|group| hit(group, most)).collect()
+                },
+            );
+            if has_state {
+                hits.clone_from(&own);
             }
-        };
-        self.keep(prompt, &hits);
+            hits.extend(own);
+        }
         hits
     }
 
+    fn place(&self, number: u32, group: usize) -> usize {
+        number as usize * self.groups.len() + group
+    }
+
     /// The blocks of a prompt that a group holds, as ascending ranges.
-    fn runs(&self, prompt: &Prompt<'_>, group: usize) -> Vec<(u64, u64)> {
+    fn runs(&self, prompt: &Prompt<'_>, at: &[u32], group: usize) -> Vec<(u64, u64)> {
         let mut runs: Vec<(u64, u64)> = Vec::new();
         let is_whole = self.groups[group].is_whole();
-        for (index, &node) in prompt.nodes.iter().enumerate() {
-            let (first, last) = prompt.blocks(index, self.groups[group].group.tokens_per_entry());
-            let Some(&place) = self.places.get(&(group, node)) else {
-                if is_whole && first < last {
+        let block = self.groups[group].group.tokens_per_entry();
+        for (index, &number) in at.iter().enumerate() {
+            let held = if number == NONE { EMPTY } else { self.held[self.place(number, group)] };
+            let (begin, end) = prompt.blocks(index, block);
+            if held.first == held.last {
+                if is_whole && begin < end {
                     break;
                 }
                 continue;
-            };
-            let held = &self.held[place as usize];
-            match runs.last_mut() {
-                Some(run) if run.1 == held.first => run.1 = held.last,
-                _ => runs.push((held.first, held.last)),
             }
-            if is_whole && held.last < last {
+            let (first, last) = (u64::from(held.first), u64::from(held.last));
+            match runs.last_mut() {
+                Some(run) if run.1 == first => run.1 = last,
+                _ => runs.push((first, last)),
+            }
+            if is_whole && last < end {
                 break;
             }
         }
@@ -209,12 +237,12 @@ impl<'a> Cache<'a> {
     }
 
     /// Keep the blocks of a request that ends, the last ones as the least recently used, group after group.
-    fn keep(&mut self, prompt: &Prompt<'_>, hits: &[u64]) {
+    fn keep(&mut self, prompt: &Prompt<'_>, at: &mut [u32], hit: u64) {
         let tokens = prompt.tokens;
-        for (number, &hit) in hits.iter().enumerate() {
+        for number in 0..self.groups.len() {
             let CacheGroup { group, .. } = &self.groups[number];
             if self.groups[number].is_state() {
-                self.keep_states(prompt, number, hit);
+                self.keep_states(prompt, at, number, hit);
                 continue;
             }
             let block = group.tokens_per_entry();
@@ -222,35 +250,49 @@ impl<'a> Cache<'a> {
             let after = tokens + prompt.answer.saturating_sub(1);
             let unnamed = after / block - tokens / block;
             // Before these blocks the request holds none when it ends.
-            let (needed, hit) = (group.first_needed_token(tokens) / block, hit / block);
+            let needed = group.first_needed_token(tokens) / block;
             // At P the blocks of the hit, and of the prompt, are used until the window has gone on. A load goes past them.
             let used = match group.kind {
-                Kind::Sliding { window } => hit.saturating_sub((window - 1).div_ceil(block)),
-                Kind::Chunked { chunk } => hit * block / chunk * chunk / block,
+                Kind::Sliding { window } => (hit / block).saturating_sub((window - 1).div_ceil(block)),
+                Kind::Chunked { chunk } => hit / chunk * chunk / block,
                 _ => needed,
             };
             let dropped = if self.side == Side::Prefill { used..needed } else { 0..0 };
-            self.put_unnamed(number, unnamed);
-            for index in 0..prompt.nodes.len() {
-                self.put_part(prompt, index, number, dropped.clone());
+            if unnamed > 0 && self.room < u64::MAX {
+                let unnamed_at = self.number(UNNAMED);
+                self.put(unnamed_at, number, 0, unnamed);
             }
-            for index in (0..prompt.nodes.len()).rev() {
-                self.put_part(prompt, index, number, needed..u64::MAX);
+            if !dropped.is_empty() {
+                for index in 0..at.len() {
+                    self.put_part(prompt, at, index, number, dropped.clone());
+                }
+            }
+            for index in (0..at.len()).rev() {
+                self.put_part(prompt, at, index, number, needed..u64::MAX);
             }
         }
         self.evict();
     }
 
-    fn put_part(&mut self, prompt: &Prompt<'_>, index: usize, group: usize, part: Range<u64>) {
+    fn put_part(&mut self, prompt: &Prompt<'_>, at: &mut [u32], index: usize, group: usize, part: Range<u64>) {
         let (first, last) = prompt.blocks(index, self.groups[group].group.tokens_per_entry());
         let (first, last) = (first.max(part.start), last.min(part.end));
         if first < last {
-            self.put((group, prompt.nodes[index]), first, last);
+            self.put_node(prompt, at, index, group, first, last);
         }
     }
 
+    fn put_node(&mut self, prompt: &Prompt<'_>, at: &mut [u32], index: usize, group: usize, first: u64, last: u64) {
+        if at[index] == NONE {
+            // A prompt may have a node twice.
+            let known = self.numbers.get(&prompt.nodes[index]).copied();
+            at[index] = known.unwrap_or_else(|| self.number(prompt.nodes[index]));
+        }
+        self.put(at[index], group, first, last);
+    }
+
     /// P keeps a state at the end of each step of its prefill; of a loaded prompt D has none at the end of a block.
-    fn keep_states(&mut self, prompt: &Prompt<'_>, number: usize, hit: u64) {
+    fn keep_states(&mut self, prompt: &Prompt<'_>, at: &mut [u32], number: usize, hit: u64) {
         let block = self.groups[number].group.tokens_per_entry();
         let last = prompt.tokens / block;
         if self.side != Side::Prefill && prompt.tokens % block != 0 {
@@ -261,54 +303,51 @@ impl<'a> Cache<'a> {
         let states = if self.side == Side::Prefill { steps.chain([last]).collect() } else { vec![last] };
         for state in states.into_iter().filter(|&state| state > 0) {
             let Some(index) = prompt.ends.iter().position(|&end| u64::from(end) >= state * block) else { continue };
-            self.put((number, prompt.nodes[index]), state - 1, state);
+            self.put_node(prompt, at, index, number, state - 1, state);
         }
     }
 
-    fn put_unnamed(&mut self, group: usize, blocks: u64) {
-        if blocks > 0 && self.room < u64::MAX {
-            self.unnamed += 1;
-            // Names of traces are not negative.
-            self.put((group, -self.unnamed), 0, blocks);
+    /// Give a number to a node.
+    fn number(&mut self, name: i64) -> u32 {
+        let number = self.free.pop().unwrap_or_else(|| {
+            self.names.push(name);
+            self.held.resize(self.held.len() + self.groups.len(), EMPTY);
+            u32::try_from(self.names.len() - 1).unwrap_or(NONE)
+        });
+        self.names[number as usize] = name;
+        if name != UNNAMED {
+            self.numbers.insert(name, number);
         }
+        number
     }
 
     /// Add blocks to what is held of a node, which then was used last.
-    fn put(&mut self, key: (usize, i64), first: u64, last: u64) {
-        let bytes = self.groups[key.0].bytes;
-        let place = if let Some(&place) = self.places.get(&key) {
+    fn put(&mut self, number: u32, group: usize, first: u64, last: u64) {
+        let bytes = self.groups[group].bytes;
+        let (first, last) = (first as u32, last as u32);
+        let place = self.place(number, group);
+        let held = self.held[place];
+        if held.first < held.last {
             self.unlink(place);
-            let held = &mut self.held[place as usize];
-            self.used -= (held.last - held.first) * bytes;
-            if held.first <= last && first <= held.last {
-                (held.first, held.last) = (held.first.min(first), held.last.max(last));
-            } else {
-                (held.first, held.last) = (first, last);
-            }
-            place
+            self.used -= u64::from(held.last - held.first) * bytes;
+        }
+        let held = &mut self.held[place];
+        if held.first < held.last && held.first <= last && first <= held.last {
+            (held.first, held.last) = (held.first.min(first), held.last.max(last));
         } else {
-            let new = Held { key, first, last, before: NONE, after: NONE };
-            let place = self.free.pop().unwrap_or_else(|| u32::try_from(self.held.len()).unwrap_or(NONE));
-            if place as usize == self.held.len() {
-                self.held.push(new);
-            } else {
-                self.held[place as usize] = new;
-            }
-            self.places.insert(key, place);
-            place
-        };
-        let held = &mut self.held[place as usize];
-        self.used += (held.last - held.first) * bytes;
+            (held.first, held.last) = (first, last);
+        }
+        self.used += u64::from(held.last - held.first) * bytes;
         (held.before, held.after) = (self.newest, NONE);
         match self.newest {
-            NONE => self.oldest = place,
-            newest => self.held[newest as usize].after = place,
+            NONE => self.oldest = place as u32,
+            newest => self.held[newest as usize].after = place as u32,
         }
-        self.newest = place;
+        self.newest = place as u32;
     }
 
-    fn unlink(&mut self, place: u32) {
-        let (before, after) = (self.held[place as usize].before, self.held[place as usize].after);
+    fn unlink(&mut self, place: usize) {
+        let Held { before, after, .. } = self.held[place];
         match before {
             NONE => self.oldest = after,
             before => self.held[before as usize].after = after,
@@ -322,17 +361,21 @@ impl<'a> Cache<'a> {
     /// Evict the least recently used blocks until the rest has room, from the end of a node to its beginning.
     fn evict(&mut self) {
         while self.used > self.room && self.oldest != NONE {
-            let place = self.oldest;
-            let held = &mut self.held[place as usize];
-            let bytes = self.groups[held.key.0].bytes;
-            let evicted = (self.used - self.room).div_ceil(bytes).min(held.last - held.first);
-            held.last -= evicted;
+            let place = self.oldest as usize;
+            let (number, group) = (place / self.groups.len(), place % self.groups.len());
+            let held = &mut self.held[place];
+            let bytes = self.groups[group].bytes;
+            let evicted = (self.used - self.room).div_ceil(bytes).min(u64::from(held.last - held.first));
+            held.last -= evicted as u32;
             self.used -= evicted * bytes;
             if held.first == held.last {
-                let key = held.key;
                 self.unlink(place);
-                self.places.remove(&key);
-                self.free.push(place);
+                self.held[place] = EMPTY;
+                let all = self.place(number as u32, 0)..self.place(number as u32 + 1, 0);
+                if self.held[all].iter().all(|held| held.first == held.last) {
+                    self.numbers.remove(&self.names[number]);
+                    self.free.push(number as u32);
+                }
             }
         }
     }
@@ -459,6 +502,40 @@ pub fn first_tokens(ways: Ways<'_>) -> (Vec<f64>, Vec<bool>) {
         waits[request] = *link - ways.arrivals[request];
     }
     (waits, handed_off)
+}
+
+/// Return the paths without nearly all nodes of a single prompt, which no prompt hits: nodes, ends and offsets.
+///
+/// They are the last ones of each prompt, because a node of a single prompt is followed by others of that prompt alone.
+#[must_use]
+pub fn shared(nodes: &[i64], ends: &[u32], offsets: &[u64]) -> (Vec<i64>, Vec<u32>, Vec<u64>) {
+    // Bits of what came once and of what came again; eight times as many as nodes, so few different ones are the same.
+    let bits = (nodes.len() * 8).next_power_of_two().max(64);
+    let (mut once, mut again) = (vec![0_u64; bits / 64], vec![0_u64; bits / 64]);
+    let place = |node: i64| {
+        let mut mix = Mix::default();
+        mix.write_i64(node);
+        let bit = mix.finish() as usize & (bits - 1);
+        (bit / 64, 1_u64 << (bit % 64))
+    };
+    for &node in nodes {
+        let (word, bit) = place(node);
+        again[word] |= once[word] & bit;
+        once[word] |= bit;
+    }
+    let is_shared = |&&node: &&i64| {
+        let (word, bit) = place(node);
+        again[word] & bit != 0
+    };
+    let mut kept = (Vec::new(), Vec::new(), vec![0]);
+    for prompt in offsets.windows(2) {
+        let all = prompt[0] as usize..prompt[1] as usize;
+        let count = nodes[all.clone()].iter().take_while(is_shared).count();
+        kept.0.extend_from_slice(&nodes[all.start..all.start + count]);
+        kept.1.extend_from_slice(&ends[all.start..all.start + count]);
+        kept.2.push(kept.0.len() as u64);
+    }
+    kept
 }
 
 /// Mixes the bits of a key: the names of nodes often count up.

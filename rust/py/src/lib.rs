@@ -43,7 +43,7 @@ mod _kvhma {
     #[pymodule_export]
     use super::plan::Plan;
     #[pymodule_export]
-    use super::replay::{first_tokens, prefix_hits, turns};
+    use super::replay::{first_tokens, plain_rows, prefix_hits, shared_paths, turns};
     #[pymodule_export]
     use super::results::{Finding, Loss, Losses, Read, Transfer};
     #[pymodule_export]

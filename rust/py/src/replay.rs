@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+use kvhma_core::replay::rows;
 use kvhma_core::replay::{self, CacheGroup, Requests, Side, Ways};
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
@@ -20,10 +21,10 @@ type Array<'py, T> = Bound<'py, PyArray1<T>>;
 ///     geometry: a rank of an engine, which has the groups.
 ///     groups: numbers of groups, and the bytes of a block of each in all layers and ranks.
 ///     pool: bytes of an engine's cache.
-///     side: ``prefill``, ``one hit`` or ``each group``.
+///     side: ``prefill``, or ``decode``, which has two rules: one hit for all groups, and a hit of each group.
 ///
 /// Returns:
-///     uint32 of shape (groups * n,).
+///     uint32 of shape (rules * groups * n,).
 ///
 /// Raises:
 ///     RequestError: the arrays do not fit.
@@ -52,8 +53,7 @@ pub(crate) fn prefix_hits<'py>(
     };
     let side = match side {
         "prefill" => Side::Prefill,
-        "one hit" => Side::DecodeOneHit,
-        "each group" => Side::DecodeEachGroup,
+        "decode" => Side::Decode,
         other => return Err(type_error(py, "side", other, "is no side")),
     };
     let known = read_geometry("geometry", geometry)?;
@@ -141,4 +141,56 @@ pub(crate) fn first_tokens<'py>(
     }
     let (waits, handed_off) = py.detach(|| replay::first_tokens(ways));
     Ok((waits.into_pyarray(py), handed_off.into_pyarray(py)))
+}
+
+/// Return the paths of a trace without nearly all nodes of a single prompt, which are the last ones of each prompt.
+///
+/// Args:
+///     nodes: int64, the nodes of all prompts.
+///     ends: uint32, the tokens of a prompt up to the end of each node.
+///     offsets: uint64 of shape (n + 1,), where the nodes of a prompt begin.
+///
+/// Returns:
+///     The same arrays of what stays.
+///
+/// Raises:
+///     RequestError: the arrays do not fit.
+#[pyfunction]
+pub(crate) fn shared_paths<'py>(
+    py: Python<'py>,
+    nodes: PyReadonlyArray1<'py, i64>,
+    ends: PyReadonlyArray1<'py, u32>,
+    offsets: PyReadonlyArray1<'py, u64>,
+) -> PyResult<(Array<'py, i64>, Array<'py, u32>, Array<'py, u64>)> {
+    let (nodes, ends, offsets) = (nodes.as_slice()?, ends.as_slice()?, offsets.as_slice()?);
+    if !offsets.is_sorted() || offsets.last().is_none_or(|&end| end > nodes.len().min(ends.len()) as u64) {
+        return Err(type_error(py, "offsets", "", "do not fit the nodes"));
+    }
+    let (nodes, ends, offsets) = py.detach(|| replay::shared(nodes, ends, offsets));
+    Ok((nodes.into_pyarray(py), ends.into_pyarray(py), offsets.into_pyarray(py)))
+}
+
+type Rows<'py> = (Array<'py, f64>, Array<'py, i64>, Array<'py, i64>, Array<'py, i64>, Array<'py, i64>);
+
+/// Read the lines of a trace up to the first one that is no plain row: numbers, identities, and no session.
+///
+/// Args:
+///     text: whole lines, JSON objects with ``timestamp``, ``input_length``, ``output_length`` and maybe ``hash_ids``.
+///     at: where the first of the lines begins.
+///     most: limit of the tokens of a prompt, and of an answer.
+///
+/// Returns:
+///     float64 timestamps, int64 prompts and int64 answers of shape (rows,), int64 identities of all rows, and
+///     int64 counts of identities of shape (rows,), (0,) if rows have none; the bytes and the lines that were read.
+#[pyfunction]
+pub(crate) fn plain_rows<'py>(py: Python<'py>, text: &[u8], at: usize, most: i64) -> (Rows<'py>, usize, usize) {
+    let found = py.detach(|| rows::plain_rows(text.get(at..).unwrap_or_default(), most));
+    let columns = (
+        found.timestamps.into_pyarray(py),
+        found.prompts.into_pyarray(py),
+        found.answers.into_pyarray(py),
+        found.ids.into_pyarray(py),
+        found.counts.into_pyarray(py),
+    );
+    (columns, found.bytes, found.lines)
 }
