@@ -48,6 +48,7 @@ def test_it_goes_through_a_hello(tmp_path):
         ({"dtype": "float16"}, {"dtype", "cache_dtype"}),
         ({"cache": "fp8_e5m2"}, {"cache_dtype"}),
         ({"cache": "bfloat16"}, set()),
+        ({"hf_overrides": {"eos_token_id": 7, "pad_token_id": 7}}, set()),
         ({"hf_overrides": {"attention_bias": True}}, {"config"}),
         ({"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}}, {"config"}),
         ({"hf_overrides": {"max_position_embeddings": 8192, "bos_token_id": 7}}, set()),
@@ -61,6 +62,15 @@ def test_it_goes_through_a_hello(tmp_path):
 def test_what_changes_the_values_in_a_cache_changes_the_identity(tmp_path, changes, fields):
     where = model_folder(tmp_path / "m")
     assert differing(identity(where), identity(where, **changes)) == fields
+
+
+def test_a_type_of_caches_with_two_names(tmp_path):
+    """A file of ModelOpt and an option of the command line name it differently."""
+    where = model_folder(tmp_path / "m")
+    found = [identity(where, cache=name) for name in ("fp8", "fp8_e4m3", "fp8_e5m2")]
+    check_same_model(*found[:2])
+    with pytest.raises(UnsupportedPairError, match=r"^cache_dtype .* is 'fp8_e4m3' here, 'fp8_e5m2'"):
+        check_same_model(*found[1:])
 
 
 VARIABLES = {
@@ -121,6 +131,19 @@ def test_classes_that_come_with_a_model(tmp_path, monkeypatch):
         kind = get_class_from_dynamic_module("modeling.Scaled", str(tmp_path / name))
         return Runner(torch.nn.Sequential(kind())).register_kv_caches(VllmConfig(model_config=model), ())
 
+    def with_import(name, factor):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "constants.py").write_text(f"FACTOR = {factor}\n")
+        text = "import torch\n\nfrom .constants import FACTOR\n\nclass Scaled(torch.nn.Module):\n    factor = FACTOR\n"
+        (tmp_path / name / "modeling.py").write_text(text)
+        kind = get_class_from_dynamic_module("modeling.Scaled", str(tmp_path / name))
+        assert kind.factor == factor
+        return Runner(torch.nn.Sequential(kind())).register_kv_caches(VllmConfig(model_config=model), ())
+
+    importing = with_import("importing", 2)
+    check_same_model(importing, with_import("importing elsewhere", 2))
+    with pytest.raises(UnsupportedPairError, match=r"^overrides .*remote_code.*Scaled"):
+        check_same_model(importing, with_import("importing another", 3))
     first = with_code("one", 2)
     check_same_model(first, with_code("elsewhere", 2))
     with pytest.raises(
@@ -152,6 +175,37 @@ def test_how_an_engine_makes_embeddings_of_items(tmp_path, changes):
     with pytest.raises(UnsupportedPairError, match=r"^overrides of the model is .* at the prefill engine"):
         check_same_model(plain, with_items(changes))
     check_same_model(*(with_items(items, mm_items="trust_prefill") for items in ({}, changes)))
+
+
+def test_scales_of_an_encoder(tmp_path):
+    """vLLM reads them from a file: it counts what the file says."""
+    where = str(model_folder(tmp_path / "m"))
+    config = VllmConfig(model_config=ModelConfig(model=where, tokenizer=where, skip_tokenizer_init=True))
+
+    def with_scales(text=None):
+        given = {"mm_encoder_attn_dtype": "fp8"}
+        if text is not None:
+            path = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
+            path.write_text(text)
+            given["mm_encoder_fp8_scale_path"] = str(path)
+        config.model_config.multimodal_config = MultiModalConfig(**given)
+        return identity_of(config, Settings.read({}))
+
+    first, *others = (with_scales(text) for text in ('{"q": 1}', '{"q": 2}', None))
+    check_same_model(first, with_scales('{"q": 1}'))
+    for other in others:
+        with pytest.raises(UnsupportedPairError, match=r"^overrides .*mm_encoder_fp8_scale_path"):
+            check_same_model(first, other)
+
+
+def test_where_items_are_processed_does_not_count(tmp_path):
+    where = str(model_folder(tmp_path / "m"))
+    config = VllmConfig(model_config=ModelConfig(model=where, tokenizer=where, skip_tokenizer_init=True))
+    found = []
+    for given in (None, {"device": "cuda"}):
+        config.model_config.multimodal_config = MultiModalConfig(mm_processor_kwargs=given)
+        found.append(identity_of(config, Settings.read({})))
+    check_same_model(*found)
 
 
 PROCESSORS = ["preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"]
@@ -212,6 +266,34 @@ def test_a_field_that_only_one_side_sets(tmp_path, overrides):
     for pair in ((plain, given), (given, plain)):
         with pytest.raises(UnsupportedPairError, match=f"^{next(iter(overrides))} in the model's configuration is "):
             check_same_model(*pair)
+
+
+@pytest.mark.parametrize("digests", [("a" * 64, None), (None, "a" * 64), ("a" * 64, "a" * 16)])
+def test_a_field_of_one_side_beside_a_loader_without_digests(tmp_path, digests):
+    """As Run:ai's streamer, or storage that is too slow: both may have loaded the same files."""
+    plain = identity(model_folder(tmp_path / "m", clip_qkv=None))
+    given = identity(tmp_path / "m", hf_overrides={"clip_qkv": 8.0})
+    pair = [msgspec.structs.replace(one, weights=of) for one, of in zip((plain, given), digests, strict=True)]
+    with pytest.raises(UnsupportedPairError, match=r"^clip_qkv in the model's configuration is not set here, '8\.0'"):
+        check_same_model(*pair)
+
+
+def test_a_special_token_that_decides_embeddings(tmp_path):
+    """Qwen4's and LongCat's embeddings of n-grams begin anew after it."""
+    where = model_folder(tmp_path / "m")
+
+    def with_token(token, module):
+        given = {"eos_token_id": token}
+        model = ModelConfig(model=str(where), tokenizer=str(where), skip_tokenizer_init=True, hf_overrides=given)
+        return Runner(torch.nn.Sequential(module)).register_kv_caches(VllmConfig(model_config=model), ())
+
+    n_grams = torch.nn.Linear(1, 1)
+    n_grams.eos_token_id = 5
+    with pytest.raises(UnsupportedPairError, match=r"^eos_token_id in the model's configuration is '5' here, '7'"):
+        check_same_model(with_token(5, n_grams), with_token(7, n_grams))
+    later_stage = torch.nn.Linear(1, 1)
+    for module in (later_stage, n_grams):
+        check_same_model(with_token(5, later_stage), with_token(5 if module is n_grams else 7, module))
 
 
 def test_fields_of_one_side_of_other_software_or_another_format(tmp_path):

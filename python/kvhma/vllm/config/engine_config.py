@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import transformers
 import vllm
 import vllm.envs
+from transformers.dynamic_module_utils import get_relative_import_files
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.model_executor.model_loader.utils import get_draft_load_config, get_model_cls
 from vllm.platforms import current_platform
@@ -30,7 +31,7 @@ from kvhma.vllm.caches.formats import Writer, backend_name, kind_of, transferred
 from kvhma.vllm.caches.layer_parts import RankInfo
 from kvhma.vllm.caches.module_values import built_layers, held_modules
 from kvhma.vllm.config.engine_facts import EngineFacts
-from kvhma.vllm.config.identity import ModelIdentity
+from kvhma.vllm.config.identity import TOKENS, ModelIdentity
 from kvhma.vllm.config.rooms import WITHOUT_SETTING, check_installed, find_rooms
 from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.config.weight_digests import SECONDS
@@ -61,15 +62,14 @@ _GROUPS_OF_STATE = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 """Names of the groups of B and C in model configurations."""
 
 _NOT_COMPARED = frozenset(
-    {"max_position_embeddings", "max_model_len", "bos_token_id", "eos_token_id", "pad_token_id"}
-    | {"initializer_range", "use_cache", "auto_map", "tokenizer_class"}
+    {"max_position_embeddings", "max_model_len", "initializer_range", "use_cache", "auto_map", "tokenizer_class"}
 )
 """Fields of a model's configuration that change no value in a cache. Tables of other lengths are compared."""
 
 _COMMON = transformers.PretrainedConfig().to_dict().keys() - {"architectures"}
 """Fields that transformers adds to the configuration of every model. Of them only the architecture is the model's."""
 
-_NOT_OF_DRAFTS = _NOT_COMPARED | _COMMON | {"model", "num_lookahead_tokens", "dspark_draft_topk"}
+_NOT_OF_DRAFTS = _NOT_COMPARED | TOKENS | _COMMON | {"model", "num_lookahead_tokens", "dspark_draft_topk"}
 """VLLM repeats the fields of EAGLE's ``model`` beside it. The others decide how many tokens it drafts, and which."""
 
 _VARIABLES: dict[str, Any] = {
@@ -410,6 +410,8 @@ def identity_of(config: VllmConfig, settings: Settings, layers: Iterable[str] = 
     deadline = time.monotonic() + SECONDS
     dtype = _name_of(model.dtype)
     cache_dtype = resolve_kv_cache_dtype_string(config.cache_config.cache_dtype, model)
+    names = {"auto": dtype, "fp8": "fp8_e4m3"}  # vLLM takes both names for one type, and a model's file has either
+    left_out = _NOT_COMPARED | _COMMON | (TOKENS - _held_tokens())
     return ModelIdentity(
         # For a model from an object store, vLLM replaces its name by a local folder.
         model=_bounded(getattr(model, "model_weights", "") or model.model),
@@ -417,10 +419,10 @@ def identity_of(config: VllmConfig, settings: Settings, layers: Iterable[str] = 
         model_id=settings.model_id,
         dtype=dtype,
         quantization=None if model.quantization is None else str(model.quantization),
-        cache_dtype=dtype if cache_dtype == "auto" else str(cache_dtype),
+        cache_dtype=names.get(cache_dtype, str(cache_dtype)),
         overrides=_json(_overrides(config) | ({} if settings.trusts_items else _item_settings(model))),
         draft=None if draft is None else _drafts(draft, config.speculative_config),
-        config=dict(_fields(model.hf_config.to_dict(), _NOT_COMPARED | _COMMON))
+        config=dict(_fields(model.hf_config.to_dict(), left_out))
         | ({} if settings.trusts_items else dict(_item_files(model))),
         versions=f"vLLM {vllm.__version__}, transformers {transformers.__version__}",
         layers=built,
@@ -465,17 +467,34 @@ def _plugins_class(model: ModelConfig) -> str:
 
 
 def _remote_code() -> list[str]:
-    """Return each class that transformers took from a model's folder or repository, and a digest of its file."""
+    """Return each class that transformers took from a model's folder or repository, and a digest of its code.
+
+    That is its file, and the files beside it that this one imports.
+    """
     kinds = {type(module) for model in held_modules() for module in model.modules()}
     files = {kind: inspect.getfile(kind) for kind in kinds if kind.__module__.startswith("transformers_modules.")}
-    digests = {path: hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] for path in set(files.values())}
+    digests = {}
+    for path in set(files.values()):
+        code = {Path(each) for each in (path, *get_relative_import_files(path))}
+        parts = [part.read_bytes() for part in sorted(code) if part.is_file()]
+        digests[path] = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     return sorted(f"{kind.__qualname__} {digests[path]}" for kind, path in files.items())
+
+
+def _held_tokens() -> set[str]:
+    """Return which of `TOKENS` a loaded module holds."""
+    modules = (module for model in held_modules() for module in model.modules())
+    return {name for module in modules for name in TOKENS & vars(module).keys()}
 
 
 def _item_settings(model: ModelConfig) -> dict[str, Any]:
     """Return what decides the embeddings of multimodal items: vLLM's names of items cover only what a request sets."""
     items = model.multimodal_config
-    found = {name: getattr(items, name, None) for name in ("mm_processor_kwargs", "mm_encoder_attn_dtype")}
+    found = {"mm_encoder_attn_dtype": getattr(items, "mm_encoder_attn_dtype", None)}
+    processor = getattr(items, "mm_processor_kwargs", None) or {}
+    found["mm_processor_kwargs"] = {name: value for name, value in processor.items() if name != "device"}
+    if scales := getattr(items, "mm_encoder_fp8_scale_path", None):
+        found["mm_encoder_fp8_scale_path"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest()[:16]
     if items is not None and items.video_pruning_rate:
         found["video_pruning_method"] = items.video_pruning_method
     return {name: value for name, value in found.items() if value}
