@@ -221,7 +221,7 @@ def progress(monkeypatch):
     """A loop of which steps are reported by hand: a step may take 300 s. With its clock."""
     clock = Clock()
     monkeypatch.setattr(engine_loop, "time", clock)
-    return EngineLoop(LeaseTable(30), None, lambda: False, 300.0), clock
+    return EngineLoop(LeaseTable(30), None, lambda: False, 300.0, pp_size=1), clock
 
 
 @pytest.mark.parametrize(
@@ -248,6 +248,20 @@ def test_how_long_an_engine_makes_progress_after_its_last_step(progress, events,
         clock.pass_by(seconds)
         assert loop.makes_progress(5)
         clock.pass_by(0.1)
+    assert not loop.makes_progress(5)
+
+
+@pytest.mark.parametrize("pp_size", [2, 3])
+def test_each_stage_has_a_step_that_may_compute(progress, pp_size):
+    """VLLM builds a step for each stage, and one more with async scheduling, before it waits for the first one."""
+    _, clock = progress
+    loop = EngineLoop(LeaseTable(30), None, lambda: False, 300.0, pp_size)
+    for computes in (True, *[False] * pp_size):
+        loop.on_step(computes=computes)
+    clock.pass_by(300)
+    assert loop.makes_progress(5)
+    loop.on_step(computes=False)
+    clock.pass_by(5.1)
     assert not loop.makes_progress(5)
 
 

@@ -58,7 +58,8 @@ class KvhmaScheduler:
         stats = StatsCollector(lambda: lease_gauges(leases), busy=leases.held)
         self.context = SchedulerContext(settings, engine, leases, secrets, stats)
         self.prefill = PrefillScheduler(self.context)
-        self._loop = EngineLoop(leases, self.context.peers, self.prefill.free_ended_leases, engine.step_timeout)
+        free = self.prefill.free_ended_leases
+        self._loop = EngineLoop(leases, self.context.peers, free, engine.step_timeout, engine.pp_size)
         self.decode = DecodeScheduler(self.context, self._loop.makes_progress)
         self.context.rooms = Rooms(SchedulerDoor, [room(self) for room in find_rooms("scheduler", engine.options)])
         self.hits_may_differ = True

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCoreProc
 
 STEPS_UNDER_WAY = 2
-"""Most steps that vLLM has in flight, with async scheduling: when it builds the second step after some moment, all
-steps that were in flight at that moment have ended."""
+"""Most steps that vLLM has in flight, with async scheduling and one stage; each further stage adds one. When it builds
+the second step after some moment, all steps that were in flight at that moment have ended."""
 
 _TICK_SECONDS = 0.5
 """A sleeping engine checks its leases this often, and frees the blocks of all that ended meanwhile."""
@@ -49,7 +49,9 @@ class EngineLoop:
     A pause waits for no blocks: if it clears the caches, vLLM has the connector free them, else they stay held.
     """
 
-    def __init__(self, leases: LeaseTable, peers: Peers, free: Callable[[], bool], step_timeout: float) -> None:
+    def __init__(
+        self, leases: LeaseTable, peers: Peers, free: Callable[[], bool], step_timeout: float, pp_size: int
+    ) -> None:
         """Check leases in the thread of `peers` while the loop sleeps, and `free` what has ended in the loop's.
 
         A step that computes takes at most `step_timeout` seconds.
@@ -65,6 +67,7 @@ class EngineLoop:
         """Whether no blocks were freed since the last step."""
         self._stepped_at = -math.inf
         self._step_timeout = step_timeout
+        self._under_way = STEPS_UNDER_WAY + pp_size - 1
         self._computing = 0
         """How many of the next steps begin before all steps that compute have ended."""
         self._is_checking = False
@@ -72,7 +75,7 @@ class EngineLoop:
 
     def on_step(self, *, computes: bool) -> None:
         """Note that a step is made."""
-        self._computing = STEPS_UNDER_WAY if computes else max(0, self._computing - 1)
+        self._computing = self._under_way if computes else max(0, self._computing - 1)
         self._due, self._is_reported, self._stepped_at = False, True, time.monotonic()
 
     def makes_progress(self, seconds: float) -> bool:
