@@ -47,7 +47,8 @@ FACTS = (
     ),
     Fact(
         CONFIG,
-        "field by field, but for lengths and ids of special tokens; files of processors as texts",
+        "field by field, but for lengths and for ids of special tokens that no module holds; "
+        "files of processors as texts",
         "tests/connector/test_identity.py::test_fields_of_the_models_own_file",
         "config versions",
     ),
