@@ -153,11 +153,10 @@ class DecodeScheduler:
     def tokens_to_load(self, request: Request) -> int:
         """Return how many tokens of a request are there after its load; 0 if nothing is loaded, or not known."""
         load = self.pending.get(request.request_id)
-        if load is None or load.state is LoadState.REFUSED or load.state.is_end:
+        if load is None or load.state is LoadState.REFUSED or (remote := self._known_remote(load)) is None:
             return 0
-        remote = self._known_remote(load)
-        at_p = 0 if remote is None else remote.num_tokens
-        return load.num_tokens or min(at_p, self._context.engine.loadable_tokens(request.num_prompt_tokens))
+        loadable = self._context.engine.loadable_tokens(request.num_prompt_tokens)
+        return load.num_tokens or min(remote.num_tokens, loadable)
 
     def matched_tokens(self, request: Request, local: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the `local` ones will be loaded, None if that is not known yet.

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's prefix cache: which blocks of a request it has already, and which blocks of a load it must never serve.
-
-vLLM gives every full block of a loaded request a hash. Later requests with the same tokens hit it, and attend to all
-its tokens. A block that a load has filled only from some token on is right for the loaded request alone.
-"""
+"""D's prefix cache: where its hits may end, and whether groups may have different ones."""
 
 from __future__ import annotations
 
