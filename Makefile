@@ -160,7 +160,7 @@ mutants: dev ## whether tests find the defects of tests/mutants.yaml, one after 
 
 .PHONY: clean
 clean: ## remove what was built, the virtual environment too
-	rm -rf target dist site models $(VENV) .venv-e2e* $(DOCS) $(RELEASE)
+	rm -rf target dist site models $(VENV) .venv-e2e* .venv-replay $(DOCS) $(RELEASE)
 
 .PHONY: test-long
 test-long: dev ## what `make test` does, 42 times as much of what is generated: 100,000 pairs of engines (TRIES=n for n times)
@@ -312,6 +312,21 @@ bench-scheduler: build $(E2E)/.ready ## what connectors cost the scheduler's thr
 	PYTHONPATH=python:tests $(E2E)/bin/python benches/scheduler_time.py $(ARGS) > benches/RESULTS_SCHEDULER.md
 	$(BIN)/python tools/bench_stale.py --record RESULTS_SCHEDULER.md
 	cat benches/RESULTS_SCHEDULER.md
+
+# Simulators beside which `kvhma replay` runs. Of Dynamo's packages the replay needs only these.
+REPLAY := .venv-replay
+$(REPLAY)/.ready:
+	test -x $(REPLAY)/bin/python || $(PYTHON) -m venv $(REPLAY)
+	$(REPLAY)/bin/$(PIP) kvcache-simulator==0.1.3 typing_extensions
+	$(REPLAY)/bin/$(PIP) --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
+	touch $@
+
+TRACE := ../shared/traces/mooncake_conversation_first3600.jsonl
+.PHONY: bench-replay
+bench-replay: dev $(REPLAY)/.ready ## kvhma replay beside two simulators on a million requests, in benches/RESULTS_REPLAY.md (TRACE=Mooncake's form)
+	$(BIN)/python benches/replay.py $(TRACE) $(REPLAY)/bin/python $(ARGS) > benches/RESULTS_REPLAY.md
+	$(BIN)/python tools/bench_stale.py --record RESULTS_REPLAY.md
+	cat benches/RESULTS_REPLAY.md
 
 .PHONY: bench-stale
 bench-stale: dev ## which results of benchmarks are older than what they measure (ARGS=--fail: as a release does)

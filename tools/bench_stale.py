@@ -26,6 +26,7 @@ MEASURED = {
     "RESULTS_FOLLOWING.md": (*CONNECTOR, "benches/following.py"),
     "RESULTS_GPU.md": (*CORE, "python/kvhma/vllm/device", "tests/gpu"),
     "RESULTS_LISTENER.md": ("python/kvhma/vllm/peers", "python/kvhma/vllm/wire", "benches/listener.py"),
+    "RESULTS_REPLAY.md": ("python/kvhma/replay", "python/kvhma/costs.py", "rust/core/src/replay*", "benches/replay.py"),
     "RESULTS_SCHEDULER.md": (*CONNECTOR, "benches/scheduler_time.py"),
     "RESULTS_SERVE.md": (*CONNECTOR, "python/kvhma/proxy", "benches/serve.py"),
     "RESULTS_SHAPES.md": (*CORE, "benches/shapes.py"),

@@ -541,8 +541,9 @@ def plain_rows(
         most: limit of the tokens of a prompt, and of an answer.
 
     Returns:
-        float64 timestamps, int64 prompts and int64 answers of shape (rows,), int64 identities of all rows, and
-        int64 counts of identities of shape (rows,), (0,) if rows have none; the bytes and the lines that were read.
+        float64 timestamps, int64 prompts and int64 answers of shape (rows,). Then int64 identities of all rows.
+        Then int64 counts of identities of shape (rows,), or (0,) if rows have none. Then the bytes and the lines that
+        were read.
     """
 
 def shared_paths(

@@ -37,8 +37,8 @@ impl CacheGroup {
 pub enum Side {
     /// The engine computes whole prompts. All groups hit the same number of tokens.
     Prefill,
-    /// The engine loads what each prompt still needs. Two rules: all groups hit the same number of tokens, as vLLM has
-    /// it (beside a state each group its own); or full attention hits its own number, and windows at most as many.
+    /// The engine loads what each prompt still needs. By vLLM's rule all groups hit the same number of tokens, but beside
+    /// a state each its own. By the other rule full attention hits its own number, and windows at most as many.
     Decode,
 }
 

@@ -180,8 +180,9 @@ type Rows<'py> = (Array<'py, f64>, Array<'py, i64>, Array<'py, i64>, Array<'py, 
 ///     most: limit of the tokens of a prompt, and of an answer.
 ///
 /// Returns:
-///     float64 timestamps, int64 prompts and int64 answers of shape (rows,), int64 identities of all rows, and
-///     int64 counts of identities of shape (rows,), (0,) if rows have none; the bytes and the lines that were read.
+///     float64 timestamps, int64 prompts and int64 answers of shape (rows,). Then int64 identities of all rows.
+///     Then int64 counts of identities of shape (rows,), or (0,) if rows have none. Then the bytes and the lines that
+///     were read.
 #[pyfunction]
 pub(crate) fn plain_rows<'py>(py: Python<'py>, text: &[u8], at: usize, most: i64) -> (Rows<'py>, usize, usize) {
     let found = py.detach(|| rows::plain_rows(text.get(at..).unwrap_or_default(), most));

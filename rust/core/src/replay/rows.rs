@@ -32,10 +32,9 @@ struct Row {
     session_id: Option<IgnoredAny>,
 }
 
-/// Read lines up to the first one that is no plain row, or has identities where the first row has none, or a length out
-/// of 1 to `most` tokens for the prompt and 0 to `most` for the answer.
+/// Read lines up to the first one that is no plain row, or differs from the first row in having identities.
 ///
-/// Whoever reads the other forms says what is wrong with that line.
+/// A prompt has 1 to `most` tokens, an answer up to `most`. The reader of other forms says what is wrong with a line.
 #[must_use]
 pub fn plain_rows(text: &[u8], most: i64) -> Rows {
     let mut rows = Rows::default();
