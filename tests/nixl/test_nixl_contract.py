@@ -126,7 +126,6 @@ def test_a_progress_thread_polls_without_a_pause_unless_it_is_delayed(delay):
 
     if delay:
         until(lambda: any(spent.sleeps > 100 for task, spent in threads().items() if task not in before))
-        assert busiest().seconds < 0.1
     else:
         until(lambda: busiest().seconds > 0.1)
         assert busiest().sleeps < 5
