@@ -97,7 +97,8 @@ def main() -> None:
     wire_secrets._REREAD_SECONDS = connections._SWEEP_SECONDS = SECONDS
     lines = Lines()
     logging.getLogger("vllm.kvhma").addHandler(lines)
-    p, d = (scheduler(secrets=Secrets.load(SimpleNamespace(secret_file=file))) for file in sys.argv[1:])
+    secrets = (Secrets.load(SimpleNamespace(secret_file=file)) for file in sys.argv[1:])
+    p, d = (scheduler(secrets=each, handshake_timeout=60) for each in secrets)
     asking = [Asking(p.context.engine.address, d.context.secrets) for _ in range(2)]
     for number, _ in enumerate(sys.stdin):
         end_request(p, d, take_request(p, d, f"request-{number}"))

@@ -70,7 +70,7 @@ def scheduler(
             *(["trace"] if more.get("trace_out") else []),
         ),
     )
-    settings = Settings(kv_lease_duration=lease, handshake_timeout=0.5, **more)
+    settings = Settings(**{"kv_lease_duration": lease, "handshake_timeout": 0.5} | more)
     made = KvhmaScheduler(settings, secrets if isinstance(secrets, Secrets) else Secrets(secrets), facts)
     made.context.manager = manager()
     hello = encode_handshake(b"x", geometry, name="a", incarnation=1)
