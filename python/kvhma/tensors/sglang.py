@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's pools of token slots as a geometry. SGLang is not imported; only its allocated tensors are read.
+"""SGLang's pools of token slots and of states as a geometry. SGLang is not imported; only its tensors are read.
 
 pool.k_buffer[layer]   | page 0: for dummies | page 1                  | ...
                                              | slot 16 | slot 17 | ... |        page_size 16
                                              | head 0: channels | head 1 | ...
+
+mamba_cache.conv[0]    | layer 0: slot 0: for dummies | slot 1                  | ... | layer 1 ...
+                                                      | channels of x | B | C |         each has its rows
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,77 +24,129 @@ from kvhma.tensors.geometry import LayerTensors, RankOptions, TensorPart, geomet
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_MHA, _MLA, _SWA = "MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool"
+_MHA, _MLA, _DSA = "MHATokenToKVPool", "MLATokenToKVPool", "DSATokenToKVPool"
+_SWA, _HYBRID, _STATE = "SWAKVPool", "HybridLinearKVPool", "MambaPool"
+_OF_TOKENS = (_MHA, _MLA, _DSA)
+
+_REASONS = {
+    "NPU|^NoOp": "other tensors than the class it derives from",
+    "DeepSeekV4|HiSparseC4": "states of compression and rings of requests beside its pages",
+    "HiSparse": "its slots are not the numbers that the scheduler has",
+    "FP4|FP8|Nvfp4": "scales in tensors of their own",
+    "^Unified": "layers of several pools in one buffer, whose ids are virtual",
+    "^Page|^LayerSplit": "its pages or layers are spread over ranks",
+    "MiniMax|KOnly|QSA": "an index with slots of its own",
+}
+"""Why a class is refused, by a pattern of its name; the first one counts."""
+
+_DSA_ROW = "fp8_ds_mla"
+"""The encoding of a row of 8-bit values, their scales and positions in bfloat16."""
 
 
-class _Pool(NamedTuple):
-    """A pool of one group.
+class _Found(NamedTuple):
+    """An allocation of a layer.
 
     Attributes:
-        layers: index of the layer in the pool, by its number in the model.
-        pool: SGLang's pool.
+        number: of the layer in the model.
+        name: of the allocation: ``k``, ``v``, ``kv``, ``index``, ``conv`` or ``temporal``.
+        parts: its views.
     """
 
-    layers: Mapping[int, int]
-    pool: Any
+    number: int
+    name: str
+    parts: tuple[TensorPart, ...]
 
 
 def geometry_of_pool(
-    pool: Any, *, heads: Shard | None = None, sliding_window_size: int | None = None, **rank: Unpack[RankOptions]
+    pool: Any,
+    *,
+    heads: Shard | None = None,
+    swa_heads: Shard | None = None,
+    sliding_window_size: int | None = None,
+    conv: Mapping[str, int] | None = None,
+    layer_name: Callable[[int], str] = "layers.{}".format,
+    **rank: Unpack[RankOptions],
 ) -> Geometry:
-    """Describe a pool of SGLang: of MHA or MLA, or both sorts of layers of a model with sliding windows.
+    """Describe a pool of SGLang: of attention layers, of states, or of both.
 
-    A block is a page of ``page_size`` slots, and a block id is a page number: the slot divided by ``page_size``. K and
-    V of a layer are separate allocations, so each is a layer here: ``layers.7.k`` and ``layers.7.v``, or
-    ``layers.7.kv`` for a latent. The first group of an ``SWAKVPool`` is full attention. The second has the windows,
-    whose pages belong to a separate pool.
+    A block is a page of ``page_size`` slots, and a block id is a page number: the slot divided by ``page_size``. A
+    state has a slot of its own, whose number is the block id. Each allocation of a layer is a layer here:
+    ``layers.7.k`` and ``layers.7.v``; ``layers.7.kv`` for a latent, with ``layers.7.index`` if it has an index;
+    ``layers.7.conv`` and ``layers.7.temporal`` for a state.
+
+    The groups: attention; then the windows of an ``SWAKVPool``, whose pages belong to a separate pool; or the states of
+    a ``HybridLinearKVPool``. A ``MambaPool`` is one group.
+
+    An 8-bit pool has the dtype that it names. Its scales are parameters of the model, which both sides must share.
 
     Args:
-        pool: an ``MHATokenToKVPool``, ``MLATokenToKVPool``, or an ``SWAKVPool`` of two ``MHATokenToKVPool``.
+        pool: an ``MHATokenToKVPool``, ``MLATokenToKVPool`` or ``DSATokenToKVPool``; an ``SWAKVPool`` or
+            ``HybridLinearKVPool`` of these; or a ``MambaPool``.
         heads: the KV heads of this rank among those of all ranks; None if it holds all.
+        swa_heads: the same for the windows of an ``SWAKVPool``; None for `heads`.
         sliding_window_size: SGLang's ``ModelRunner.sliding_window_size``, for an ``SWAKVPool`` only: the tokens that a
             query of a sliding layer sees before itself. The window of the geometry has one token more.
-        **rank: as for :func:`geometry_from_tensors`.
+        conv: channels of each part of a convolution over all ranks, in the order of the pool: ``x``, ``B`` and ``C`` of
+            Mamba2. None if the pool knows them (``conv_shard_groups``): ``q``, ``k`` and ``v`` of GDN and KDA.
+        layer_name: the name of a layer from its number in the model: for those of a draft model.
+        **rank: as for :func:`geometry_from_tensors`. Channels and heads of states are cut by ``tp_rank`` and
+            ``tp_size``.
 
     Returns:
         The geometry of this rank.
 
     Raises:
-        GeometryError: another class, including subclasses, which may store other bytes; a cache layout other than
-            ``nhd``; a quantized cache; slots that are not whole pages. Or the pool does not know which layers of the
-            model it has. Or the window is missing, or given for another class.
+        GeometryError: another class, including subclasses, which may store other bytes; a layout other than ``nhd`` and
+            ``hnd``; a quantized cache; a pool that does not know which layers of the model it has. Or an argument is
+            missing, or given for another class.
     """
-    name = _class_of(pool)
-    if (name == _SWA) != (sliding_window_size is not None):
-        raise GeometryError(
-            f"sliding_window_size is {sliding_window_size}, and the pool is a {name}: "
-            f"it is for a {_SWA}, which needs it"
-        )
-    page_size = int(pool.page_size)
-    if sliding_window_size is not None:
-        groups = [Group("full", page_size), Group("sliding", page_size, window=sliding_window_size + 1)]
-        mapping: Mapping[int, tuple[int, bool]] = pool.layers_mapping
-        of_group = [
-            {layer: at for layer, (at, sliding) in mapping.items() if sliding is wanted} for wanted in (False, True)
-        ]
-        pools = [_Pool(of_group[0], pool.full_kv_pool), _Pool(of_group[1], pool.swa_kv_pool)]
-    else:
-        groups = [Group("mla" if name == _MLA else "full", page_size)]
-        pools = [_Pool(_layers_of_model(pool, name), pool)]
+    name = _class_of(pool, (*_OF_TOKENS, _SWA, _HYBRID, _STATE))
+    for argument, value, classes in (
+        ("sliding_window_size", sliding_window_size, (_SWA,)),
+        ("swa_heads", swa_heads, (_SWA,)),
+        ("conv", conv, (_HYBRID, _STATE)),
+    ):
+        if value is not None and name not in classes:
+            raise GeometryError(f"{argument} is {value}, and the pool is a {name}: it is for {' or '.join(classes)}")
+    found: list[tuple[Group, Iterator[_Found]]] = []
+    if name == _SWA:
+        if sliding_window_size is None:
+            raise GeometryError(f"sliding_window_size is None, and the pool is a {name}, which needs it")
+        of_group: list[dict[int, int]] = [{}, {}]
+        for number, (at, is_sliding) in pool.layers_mapping.items():
+            of_group[is_sliding][number] = at
+        window = Group("sliding", int(pool.swa_kv_pool.page_size), window=sliding_window_size + 1)
+        found.append((_group(pool.full_kv_pool), _attention(pool.full_kv_pool, of_group[0], heads)))
+        found.append((window, _attention(pool.swa_kv_pool, of_group[1], swa_heads or heads)))
+    elif name == _HYBRID:
+        numbers = pool.full_attention_layer_id_mapping
+        found.append((_group(pool.full_kv_pool), _attention(pool.full_kv_pool, numbers, heads)))
+    elif name in _OF_TOKENS:
+        found.append((_group(pool), _attention(pool, _layers_of_model(pool, name), heads)))
+    if name in (_HYBRID, _STATE):
+        states = pool if name == _STATE else pool.mamba_pool
+        found.append((Group("ssm", 1), _states(states, conv, rank.get("tp_rank", 0), rank.get("tp_size", 1))))
     layers = {
-        layer: LayerTensors(index, (part,))
-        for index, group_pool in enumerate(pools)
-        for layer, part in _layers(group_pool, page_size, heads)
+        f"{layer_name(layer.number)}.{layer.name}": LayerTensors(index, layer.parts)
+        for index, (_, of_pool) in enumerate(found)
+        for layer in of_pool
     }
-    return geometry_from_tensors(groups, layers, **rank)
+    return geometry_from_tensors([group for group, _ in found], layers, **rank)
 
 
-def _class_of(pool: Any) -> str:
+def _class_of(pool: Any, known: tuple[str, ...]) -> str:
     """Return the name of a known class, checked by name and module."""
     kind = type(pool)
-    if not kind.__module__.startswith("sglang.srt.mem_cache.") or kind.__name__ not in (_MHA, _MLA, _SWA):
-        raise GeometryError(f"{kind.__module__}.{kind.__name__}: known are SGLang's {_MHA}, {_MLA} and {_SWA}")
+    if not kind.__module__.startswith("sglang.srt.") or kind.__name__ not in known:
+        reasons = (reason for pattern, reason in _REASONS.items() if re.search(pattern, kind.__name__))
+        reason = next(reasons, "its bytes are not known")
+        raise GeometryError(f"{kind.__module__}.{kind.__name__}: {reason}; known here are SGLang's {', '.join(known)}")
     return kind.__name__
+
+
+def _group(pool: Any) -> Group:
+    """Return the group of a pool without windows."""
+    return Group("full" if _class_of(pool, _OF_TOKENS) == _MHA else "mla", int(pool.page_size))
 
 
 def _layers_of_model(pool: Any, name: str) -> dict[int, int]:
@@ -102,41 +158,115 @@ def _layers_of_model(pool: Any, name: str) -> dict[int, int]:
     numbers = getattr(pool, "model_layer_ids", ())
     if len(numbers) != pool.layer_num:
         raise GeometryError(f"{name}: layer_num is {pool.layer_num}, model_layer_ids {numbers}")
-    if name == _MLA and pool.end_layer - pool.start_layer != pool.layer_num:
+    if name != _MHA and pool.end_layer - pool.start_layer != pool.layer_num:
         raise GeometryError(
             f"{name}: layer_num is {pool.layer_num}, start_layer {pool.start_layer}, end_layer {pool.end_layer}: "
-            "it does not know which layers of the model it has, as within a HybridLinearKVPool"
+            f"it does not know which layers of the model it has, as within a {_HYBRID}: describe that one"
         )
     return {int(number): at for at, number in enumerate(numbers)}
 
 
-def _layers(group_pool: _Pool, page_size: int, heads: Shard | None) -> Iterator[tuple[str, TensorPart]]:
-    """Yield name and view of each layer of a pool."""
-    pool, name = group_pool.pool, _class_of(group_pool.pool)
-    if name == _SWA:
-        raise GeometryError(f"an {_SWA} in an {_SWA}")
-    if pool.dtype != pool.store_dtype:
-        raise GeometryError(f"{name}: dtype {pool.dtype} is stored as {pool.store_dtype}, whose encoding is unknown")
-    if name == _MLA:
-        if getattr(pool, "use_dsa", False):
-            raise GeometryError(f"{name}: use_dsa, whose index is in the same bytes")
-        for layer, at in group_pool.layers.items():
-            latent = _pages(f"layers.{layer}.kv", pool.kv_buffer[at], page_size)[:, :, 0]
-            yield f"layers.{layer}.kv", TensorPart("kv", latent, ("blocks", "tokens", "content"))
+def _attention(pool: Any, layers: Mapping[int, int], heads: Shard | None) -> Iterator[_Found]:
+    """Yield the layers of a pool of tokens, given the index of each in the pool by its number in the model."""
+    name = _class_of(pool, _OF_TOKENS)
+    if getattr(pool, "post_capture_active", False):
+        raise GeometryError(f"{name}: post_capture_active, whose tensors are larger than their memory")
+    if name != _MHA:
+        if name == _MLA and pool.use_dsa:
+            raise GeometryError(f"{name}: use_dsa, and there is no index: known is a {_DSA}")
+        if name == _DSA and pool.kpool_use_compress:
+            raise GeometryError(f"{name}: kpool_use_compress, whose last tokens belong to a request and not to a page")
+        is_mixed = name == _DSA and pool.dsa_kv_cache_store_fp8
+        for number, at in layers.items():
+            rows = pool.kv_buffer[at] if is_mixed else _encoded(pool, pool.kv_buffer[at])
+            pages = _pages(number, rows, pool.page_size)[:, :, 0]
+            dtype = _DSA_ROW if is_mixed else None
+            yield _Found(number, "kv", (TensorPart("kv", pages, ("blocks", "tokens", "content"), dtype=dtype),))
+            if name == _DSA and len(index := pool.index_k_with_scale_buffer[at]):
+                if not 0 <= len(index) - len(pages) <= 1:
+                    raise GeometryError(f"{name}: layer {number} has {len(pages)} pages, its index {len(index)}")
+                view = TensorPart("index", index[: len(pages)], ("blocks", "content"))
+                yield _Found(number, "index", (view,))
         return
-    if pool.kv_cache_layout != "nhd" or pool.is_quantized_kv_cache:
-        raise GeometryError(f"{name}: kv_cache_layout {pool.kv_cache_layout!r}, quantized {pool.is_quantized_kv_cache}")
+    layout = pool.kv_cache_layout
+    if layout not in ("nhd", "hnd") or pool.is_quantized_kv_cache:
+        raise GeometryError(f"{name}: kv_cache_layout {layout!r}, quantized {pool.is_quantized_kv_cache}")
     shards = {} if heads is None else {"heads": heads}
-    for layer, at in group_pool.layers.items():
+    for number, at in layers.items():
         for part, buffers in (("k", pool.k_buffer), ("v", pool.v_buffer)):
-            view = _pages(f"layers.{layer}.{part}", buffers[at], page_size)
-            yield f"layers.{layer}.{part}", TensorPart(part, view, ("blocks", "tokens", "heads", "content"), shards)
+            view = _encoded(pool, buffers[at])
+            pages = view.transpose(1, 2) if layout == "hnd" else _pages(number, view, pool.page_size)
+            axes = ("blocks", "tokens", "heads", "content")
+            yield _Found(number, part, (TensorPart(part, pages, axes, shards),))
 
 
-def _pages(name: str, buffer: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Return slots ``(n, heads, channels)`` as pages ``(n / page_size, page_size, heads, channels)``."""
-    if buffer.dim() != 3 or len(buffer) % page_size:
-        raise GeometryError(
-            f"{name}: shape {tuple(buffer.shape)} is not (slots, heads, channels) of pages of {page_size}"
-        )
-    return buffer.unflatten(0, (-1, page_size))
+def _encoded(pool: Any, buffer: torch.Tensor) -> torch.Tensor:
+    """Return a buffer with the dtype of its values: SGLang stores 8-bit floats as ``uint8``."""
+    if pool.dtype.itemsize != buffer.element_size():
+        raise GeometryError(f"{type(pool).__name__}: dtype {pool.dtype} is stored as {buffer.dtype}")
+    return buffer.view(pool.dtype)
+
+
+def _pages(number: int, buffer: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Return slots ``(n, heads, channels)`` as pages ``(n // page_size, page_size, heads, channels)``.
+
+    SGLang hands out whole pages only, so no page has the slots that are left over at the end.
+    """
+    if buffer.dim() != 3 or len(buffer) < page_size:
+        shape = tuple(buffer.shape)
+        raise GeometryError(f"layer {number}: shape {shape} is not (slots, heads, channels) of pages of {page_size}")
+    return buffer[: len(buffer) // page_size * page_size].unflatten(0, (-1, page_size))
+
+
+def _states(pool: Any, conv: Mapping[str, int] | None, tp_rank: int, tp_size: int) -> Iterator[_Found]:
+    """Yield convolution and recurrent state of each layer, as far as it has them."""
+    name, cache = _class_of(pool, (_STATE,)), pool.mamba_cache
+    if pool._slot_siblings:
+        others = ", ".join(type(one).__name__ for one in pool._slot_siblings)
+        raise GeometryError(f"{name}: its slots also have {others}")
+    if len(cache.conv) != 1:
+        raise GeometryError(f"{name}: {len(cache.conv)} convolution states in a layer, known is one")
+    (convolution,), temporal = cache.conv, cache.temporal
+    axis = 1 + pool.conv_slice_axis
+    axes = ("blocks", "channels", "rows") if axis == 1 else ("blocks", "rows", "channels")
+    shares = _shares(pool, conv, tp_rank, tp_size) if convolution.numel() else {}
+    heads = Shard(temporal.shape[2] * tp_size, temporal.shape[2] * tp_rank, temporal.shape[2])
+    for at, number in enumerate(pool.mamba_layer_ids):
+        if shares:
+            views = convolution[at].split([share.held for share in shares.values()], axis)
+            yield _Found(
+                number,
+                "conv",
+                tuple(
+                    TensorPart(part, view, axes, {"channels": share})
+                    for (part, share), view in zip(shares.items(), views, strict=True)
+                ),
+            )
+        if temporal.numel():
+            view = TensorPart("ssm", temporal[at], ("blocks", "heads", "content", "content"), {"heads": heads})
+            yield _Found(number, "temporal", (view,))
+
+
+def _shares(pool: Any, conv: Mapping[str, int] | None, tp_rank: int, tp_size: int) -> dict[str, Shard]:
+    """Return the channels of this rank of each part of a convolution, in the order of the pool."""
+    known = pool.conv_shard_groups
+    if conv is None:
+        if known is None or len(known) != 3:
+            raise GeometryError(
+                f"{_STATE}: conv_shard_groups is {known}, and conv is None: pass the channels of x, B and C"
+            )
+        conv = dict(zip("qkv", known, strict=True))
+    elif known is not None and list(known) != list(conv.values()):
+        raise GeometryError(f"{_STATE}: conv_shard_groups is {known}, and conv is {dict(conv)}")
+    shares = {}
+    for part, extent in conv.items():
+        # Every rank has a single group whole.
+        ranks = 1 if part in ("B", "C") and extent == pool.mamba_cache.temporal.shape[-1] else tp_size
+        if extent % ranks:
+            raise GeometryError(f"conv: {extent} channels of {part} cannot be cut for {ranks} ranks")
+        held = extent // ranks
+        shares[part] = Shard(extent, held * (tp_rank % ranks), held)
+    channels, held = pool.mamba_cache.conv[0].shape[2 + pool.conv_slice_axis], sum(s.held for s in shares.values())
+    if held != channels:
+        raise GeometryError(f"{_STATE}: {channels} channels, and {dict(conv)} gives rank {tp_rank} of {tp_size} {held}")
+    return shares
