@@ -160,7 +160,7 @@ mutants: dev ## whether tests find the defects of tests/mutants.yaml, one after 
 
 .PHONY: clean
 clean: ## remove what was built, the virtual environment too
-	rm -rf target dist site models $(VENV) .venv-e2e* .venv-replay $(DOCS) $(RELEASE)
+	rm -rf target dist site models $(VENV) .sglang .venv-e2e* .venv-replay $(DOCS) $(RELEASE)
 
 .PHONY: test-long
 test-long: dev ## what `make test` does, 42 times as much of what is generated: 100,000 pairs of engines (TRIES=n for n times)
@@ -215,13 +215,26 @@ CONNECTOR = PYTHONPATH=python $(E2E)/bin/$(PYTEST) $(if $(filter tests/%,$(ARGS)
 ENGINE_TESTS = KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python -m pytest -q --timeout 900
 ENGINES = $(ENGINE_TESTS) -m "not families" --junitxml=$(REPORTS)/$(1)e2e.xml
 
+# A folder of their own: vLLM, which asks whether some of these packages are installed, must not find them.
+SGLANG := .sglang
+$(SGLANG)/.ready: python/kvhma/versions.py $(E2E)/.ready
+	rm -rf $(SGLANG)
+	$(E2E_PIP) --no-deps --target $(SGLANG) $(call version,*map("==".join, v["SGLANG"].items()))
+	touch $@
+
+.PHONY: sglang
+sglang: dev $(SGLANG)/.ready ## the pools of SGLang's wheel on a CPU, without engines (sets up .venv-e2e and .sglang)
+	mkdir -p $(REPORTS)
+	PYTHONPATH=python:$(SGLANG) $(E2E)/bin/python -m pytest -q -n 0 --junitxml=$(REPORTS)/sglang.xml tests/tensors/test_sglang*.py $(ARGS)
+
+IF_DEFAULT_VLLM = $(if $(filter $(DEFAULT_VLLM),$(VLLM)),$(1))
 .PHONY: connector
-connector: dev $(E2E)/.ready ## the connector against vLLM's own classes, without engines (sets up .venv-e2e, 6 GB)
+connector: dev $(E2E)/.ready $(if $(ARGS),,$(call IF_DEFAULT_VLLM,sglang)) ## the connector against vLLM's own classes, without engines (sets up .venv-e2e, 6 GB)
 	mkdir -p $(REPORTS)
 	KVHMA_TRIES=$${TRIES:-5} $(call CONNECTOR) $(ARGS)
 
 .PHONY: smoke
-smoke: types ## what CI runs with vLLM: the connector's tests, and an engine of each kind (sets up .venv-e2e, 6 GB)
+smoke: types $(call IF_DEFAULT_VLLM,sglang) ## what CI runs with vLLM: the connector's tests, and an engine of each kind (sets up .venv-e2e, 6 GB)
 	mkdir -p $(REPORTS)/smoke
 	$(call CONNECTOR,smoke/) -m "not long"
 	$(call ENGINES,smoke/) -m smoke tests/e2e

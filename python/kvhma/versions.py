@@ -32,6 +32,18 @@ NIXL_STRIDED = "1.5"
 """The first series of NIXL that accepts strided views; earlier series need them written out row by row."""
 
 
+SGLANG = {
+    "sglang": "0.5.23",
+    "lmcache": "0.5.6",
+    "torchvision": "0.29.2",
+    "ipython": "9.18.1",
+    "traitlets": "5.16.1",
+    "orjson": "3.13.0",
+    "gguf": "0.19.0",
+}
+"""SGLang and LMCache, whose pools and memory objects tests fill, and what SGLang imports beside vLLM's packages."""
+
+
 def install_command(extra: str) -> str:
     """Return the command that installs what an extra of kvhma needs, wherever kvhma itself comes from.
 

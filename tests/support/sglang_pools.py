@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's real pools on a CPU, and what its own setters write and its own getters read.
 
-Needs the packages of SGLANG in python/kvhma/versions.py; `make sglang` installs them.
+Needs the packages of `SGLANG` in python/kvhma/versions.py, which `make sglang` installs.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ context.get_parallel().override_permanently(dcp_enabled=False, attn_dcp_size=1)
 
 TP_PAIRS = [(p, d) for p in (1, 2, 4) for d in (1, 2, 4)]
 FP8 = torch.float8_e4m3fn
+X_B_C = {"x": 128, "B": 48, "C": 48}
+"""Channels of `mamba2`, which its pool does not know."""
 BASIC = {"dtype": torch.bfloat16, "device": "cpu", "enable_memory_saver": False}
 
 

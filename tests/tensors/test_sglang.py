@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import random
+import re
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +22,11 @@ from kvhma.tensors.sglang import geometry_of_pool
 from support.sglang_pools import (
     FP8,
     TP_PAIRS,
+    X_B_C,
     cut,
     dsa,
     hand_off,
+    hybrid,
     layer,
     mamba2,
     mha,
@@ -248,6 +252,60 @@ def test_each_value_lies_where_the_geometry_says(monkeypatch: pytest.MonkeyPatch
         index = {"tokens": slot % 16, "heads": head, "content": channel}
         found = value_at(described, f"layers.1.{rng.choice('kv')}", 1 + slot // 16, index)
         assert found == int(written[slot, head, channel].view(torch.int16)) & 0xFFFF
+
+
+REFUSED = {
+    "other tensors than the class it derives from": {
+        "DSV4NPUTokenToKVPool", "NPUDeepSeekV4IndexerPool", "NPUDeepSeekV4SingleKVPool", "NPUMHATokenToKOnlyPool",
+        "NPUMHATokenToKVPool", "NPUMLATokenToKVPool", "NPUMiniMaxSparseKVPool", "NoOpMHATokenToKVPool",
+    },
+    "states of compression and rings of requests beside its pages": {
+        "DeepSeekV4IndexerPool", "DeepSeekV4SingleKVPool", "DeepSeekV4TokenToKVPool", "DeepSeekV4UniformFP8KVPool",
+        "HiSparseC4DevicePool",
+    },
+    "its slots are not the numbers that the scheduler has": {"HiSparseDSATokenToKVPool", "HiSparseMHAMainPool"},
+    "scales in tensors of their own": {
+        "MHATokenToKVPoolFP4", "MHATokenToKVPoolMXFP8", "MLATokenToKVPoolFP4", "MiniMaxM3Nvfp4IndexKPool",
+        "MiniMaxM3Nvfp4KVPool", "MiniMaxM3Nvfp4MainKVPool",
+    },
+    "layers of several pools in one buffer, whose ids are virtual": {
+        "UnifiedDraftKVPool", "UnifiedDraftMambaPool", "UnifiedDraftSWAKVPool", "UnifiedHybridLinearKVPool",
+        "UnifiedMHATokenToKVPool", "UnifiedMLATokenToKVPool", "UnifiedMambaPool", "UnifiedSWAKVPool",
+    },
+    "its pages or layers are spread over ranks": {
+        "LayerSplitDSATokenToKVPool", "PageInterleaveDSATokenToKVPool", "PageInterleaveMHATokenToKVPool",
+        "PageInterleaveMLATokenToKVPool",
+    },
+    "an index with slots of its own": {"MHATokenToKOnlyPool", "MiniMaxSparseKVPool", "QSATokenToKVPool"},
+    "its bytes are not known": {
+        "BaseSWAKVPool", "KVCache", "PageMajorMHATokenToKVPool", "_DummyKVCache",  # none of them can be made
+    },
+}  # fmt: skip
+"""SGLang's classes that are refused, by reason."""
+
+
+def test_each_class_of_the_wheel_is_described_or_refused() -> None:
+    """A class that is new in the wheel, or gone, fails."""
+    bases: dict[str, set[str]] = {}
+    for file in Path(mp.__file__).parents[1].rglob("*.py"):
+        for name, listed in re.findall(r"^class (\w+)\(([^)]*)\)", file.read_text(), re.MULTILINE):
+            bases.setdefault(name, set()).update(one.strip().rpartition(".")[2] for one in listed.split(","))
+    found = {"KVCache", "MambaPool"}
+    while derived := {name for name, of in bases.items() if of & found} - found:
+        found |= derived
+    made = {
+        type(pool).__name__: geometry_of_pool(pool, **more)
+        for pool, more in (
+            (mha(), {}), (mla(), {}), (dsa(), {}), (swa(), {"sliding_window_size": 7}),
+            (hybrid((3,), mamba2((0, 1))), {"conv": X_B_C}), (mamba2((0, 1)), {"conv": X_B_C}),
+        )
+    }  # fmt: skip
+    assert found == set(made).union(*REFUSED.values())
+    for reason, names in REFUSED.items():
+        for name in names:
+            pool = type(name, (), {"__module__": "sglang.srt.mem_cache.memory_pool"})()
+            with pytest.raises(GeometryError, match=f"{name}: {reason}; known here are"):
+                geometry_of_pool(pool)
 
 
 class Derived(mp.MHATokenToKVPool):

@@ -11,6 +11,7 @@ from kvhma.errors import GeometryError
 from kvhma.tensors.sglang import geometry_of_pool
 from support.sglang_pools import (
     TP_PAIRS,
+    X_B_C,
     configs,
     cut,
     hand_off,
@@ -65,7 +66,6 @@ def linear(layers: Any, tp: int, **more: Any) -> Any:
     return states(layers, configs.Mamba2CacheParams, shape, **more)
 
 
-X_B_C = {"x": 128, "B": 48, "C": 48}
 KINDS: dict[str, tuple[Any, dict[str, int], bool]] = {  # the pool, the parts, whether the pool knows their sizes
     "mamba2": (mamba2, X_B_C, False),
     "mamba2 of one group": (one_group, {"x": 128, "B": 12, "C": 12}, False),

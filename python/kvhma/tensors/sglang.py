@@ -34,7 +34,7 @@ _REASONS = {
     "HiSparse": "its slots are not the numbers that the scheduler has",
     "FP4|FP8|Nvfp4": "scales in tensors of their own",
     "^Unified": "layers of several pools in one buffer, whose ids are virtual",
-    "^Page|^LayerSplit": "its pages or layers are spread over ranks",
+    "^PageInterleave|^LayerSplit": "its pages or layers are spread over ranks",
     "MiniMax|KOnly|QSA": "an index with slots of its own",
 }
 """Why a class is refused, by a pattern of its name; the first one counts."""
@@ -171,33 +171,39 @@ def _attention(pool: Any, layers: Mapping[int, int], heads: Shard | None) -> Ite
     name = _class_of(pool, _OF_TOKENS)
     if getattr(pool, "post_capture_active", False):
         raise GeometryError(f"{name}: post_capture_active, whose tensors are larger than their memory")
-    if name != _MHA:
-        if name == _MLA and pool.use_dsa:
-            raise GeometryError(f"{name}: use_dsa, and there is no index: known is a {_DSA}")
-        if name == _DSA and pool.kpool_use_compress:
-            raise GeometryError(f"{name}: kpool_use_compress, whose last tokens belong to a request and not to a page")
-        is_mixed = name == _DSA and pool.dsa_kv_cache_store_fp8
-        for number, at in layers.items():
-            rows = pool.kv_buffer[at] if is_mixed else _encoded(pool, pool.kv_buffer[at])
-            pages = _pages(number, rows, pool.page_size)[:, :, 0]
-            dtype = _DSA_ROW if is_mixed else None
-            yield _Found(number, "kv", (TensorPart("kv", pages, ("blocks", "tokens", "content"), dtype=dtype),))
-            if name == _DSA and len(index := pool.index_k_with_scale_buffer[at]):
-                if not 0 <= len(index) - len(pages) <= 1:
-                    raise GeometryError(f"{name}: layer {number} has {len(pages)} pages, its index {len(index)}")
-                view = TensorPart("index", index[: len(pages)], ("blocks", "content"))
-                yield _Found(number, "index", (view,))
-        return
+    yield from _vectors(pool, layers, heads) if name == _MHA else _latents(pool, layers, name)
+
+
+def _vectors(pool: Any, layers: Mapping[int, int], heads: Shard | None) -> Iterator[_Found]:
+    """Yield K and V of each layer."""
     layout = pool.kv_cache_layout
     if layout not in ("nhd", "hnd") or pool.is_quantized_kv_cache:
-        raise GeometryError(f"{name}: kv_cache_layout {layout!r}, quantized {pool.is_quantized_kv_cache}")
+        raise GeometryError(f"{_MHA}: kv_cache_layout {layout!r}, quantized {pool.is_quantized_kv_cache}")
     shards = {} if heads is None else {"heads": heads}
     for number, at in layers.items():
         for part, buffers in (("k", pool.k_buffer), ("v", pool.v_buffer)):
             view = _encoded(pool, buffers[at])
             pages = view.transpose(1, 2) if layout == "hnd" else _pages(number, view, pool.page_size)
-            axes = ("blocks", "tokens", "heads", "content")
-            yield _Found(number, part, (TensorPart(part, pages, axes, shards),))
+            yield _Found(number, part, (TensorPart(part, pages, ("blocks", "tokens", "heads", "content"), shards),))
+
+
+def _latents(pool: Any, layers: Mapping[int, int], name: str) -> Iterator[_Found]:
+    """Yield the latents of each layer, and its index: a page of it has all keys, then all scales, and is never cut."""
+    if name == _MLA and pool.use_dsa:
+        raise GeometryError(f"{name}: use_dsa, and there is no index: known is a {_DSA}")
+    if name == _DSA and pool.kpool_use_compress:
+        raise GeometryError(f"{name}: kpool_use_compress, whose last tokens belong to a request and not to a page")
+    is_mixed = name == _DSA and pool.dsa_kv_cache_store_fp8
+    for number, at in layers.items():
+        rows = pool.kv_buffer[at] if is_mixed else _encoded(pool, pool.kv_buffer[at])
+        pages = _pages(number, rows, pool.page_size)[:, :, 0]
+        dtype = _DSA_ROW if is_mixed else None
+        yield _Found(number, "kv", (TensorPart("kv", pages, ("blocks", "tokens", "content"), dtype=dtype),))
+        index = pool.index_k_with_scale_buffer[at] if name == _DSA else ()
+        if len(index):  # Layers that use the choice of the layer before have none.
+            if not 0 <= len(index) - len(pages) <= 1:
+                raise GeometryError(f"{name}: layer {number} has {len(pages)} pages, its index {len(index)}")
+            yield _Found(number, "index", (TensorPart("index", index[: len(pages)], ("blocks", "content")),))
 
 
 def _encoded(pool: Any, buffer: torch.Tensor) -> torch.Tensor:
@@ -234,14 +240,9 @@ def _states(pool: Any, conv: Mapping[str, int] | None, tp_rank: int, tp_size: in
     for at, number in enumerate(pool.mamba_layer_ids):
         if shares:
             views = convolution[at].split([share.held for share in shares.values()], axis)
-            yield _Found(
-                number,
-                "conv",
-                tuple(
-                    TensorPart(part, view, axes, {"channels": share})
-                    for (part, share), view in zip(shares.items(), views, strict=True)
-                ),
-            )
+            cut = zip(shares.items(), views, strict=True)
+            parts = (TensorPart(part, view, axes, {"channels": share}) for (part, share), view in cut)
+            yield _Found(number, "conv", tuple(parts))
         if temporal.numel():
             view = TensorPart("ssm", temporal[at], ("blocks", "heads", "content", "content"), {"heads": heads})
             yield _Found(number, "temporal", (view,))
