@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch", reason="needs torch; make connector runs it")
+
 from kvhma import Geometry, Span, plan
 from kvhma.errors import BlockIdError, GeometryError, UnsupportedPairError
 from kvhma.geometry import Shard
@@ -69,11 +71,12 @@ def read(pool: Any, number: int, slots: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_mha_of_unequal_ranks_and_pages(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """567 layers for each format: 3 layers of 21 ranks for each pair of page sizes."""
+    """Three layers of 21 ranks for each pair of page sizes."""
     k, v = torch.randn(3, TOKENS, HEADS, 16).bfloat16(), torch.randn(3, TOKENS, HEADS, 24).bfloat16()
     of_p, of_d = FORMATS[name]
+    pages = list(product(PAGES, PAGES)) if name == "bfloat16" else [(1, 16), (16, 64), (64, 1)]
     right = 0
-    for (tp_p, tp_d), page_p, page_d in product(TP_PAIRS, PAGES, PAGES):
+    for (tp_p, tp_d), (page_p, page_d) in product(TP_PAIRS, pages):
         ids = [ids_for(-(-TOKENS // size), seed) for seed, size in enumerate((page_p, page_d))]
         remote, keep = [], []
         for rank in range(tp_p):
@@ -91,7 +94,7 @@ def test_mha_of_unequal_ranks_and_pages(monkeypatch: pytest.MonkeyPatch, name: s
                 found = read(pool, n, slots_of(ids[1], page_d, TOKENS))
                 expected = [raw(cut(one[n], rank, tp_d).to(pool.dtype)) for one in (k, v[..., : pool.v_head_dim])]
                 right += all(map(torch.equal, found, expected))
-    assert right == 567
+    assert right == 3 * 21 * len(pages)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])

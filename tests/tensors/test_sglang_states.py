@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch", reason="needs torch; make connector runs it")
+
 from kvhma.errors import GeometryError
 from kvhma.tensors.sglang import geometry_of_pool
 from support.sglang_pools import (
