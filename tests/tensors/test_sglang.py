@@ -11,6 +11,7 @@ import random
 import re
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ from support.sglang_pools import (
     torch,
 )  # fmt: skip
 
+ROOT = Path(__file__).parents[2]
 PAGES = (1, 16, 64)
 HEADS, TOKENS = 4, 70
 FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -201,6 +203,26 @@ def test_ids_of_windows_from_sglangs_own_allocator() -> None:
     for n, slots in enumerate([windows[1], full[1]] * 2):
         first = tokens - window + 1 if n % 2 == 0 else 0
         assert torch.equal(d.get_key_buffer(n)[slots[first:]], values[n, first:])
+
+
+def test_the_page_says_what_runs() -> None:
+    """docs/other-engines.md: imports, the ids of windows and of a state."""
+    page = (ROOT / "docs/other-engines.md").read_text().partition("## SGLang\n")[2]
+    first, second = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    of_windows, of_state = second.split("\n\n")
+    slots = torch.arange(32, 64)
+    names: dict[str, Any] = {"pool": mha(), "slots": slots, "req": SimpleNamespace(kv=SimpleNamespace())}
+    exec(first, names)
+    assert names["spans"] == [Span(0, [2, 3])]
+    assert names["geometry"] == geometry_of_pool(names["pool"], heads=Shard(8, 4, 2), tp_rank=2, tp_size=4)
+    names["pool"] = swa()
+    names["pool"].register_mapping(torch.cat([torch.zeros(48, dtype=torch.int64), torch.arange(16, 33)]))
+    exec(of_windows, names)
+    assert names["spans"] == [Span(0, [2, 3]), Span(1, [1])]
+    assert geometry_of_pool(names["pool"], sliding_window_size=7).groups[1].window == 8
+    names["req"].kv.mamba_pool_idx = torch.tensor(4)
+    exec(of_state, names)
+    assert names["spans"] == [Span(0, [2, 3]), Span(0, [4])]
 
 
 def test_rows_and_index_of_dsa_move_by_page() -> None:
