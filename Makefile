@@ -215,7 +215,7 @@ CONNECTOR = PYTHONPATH=python $(E2E)/bin/$(PYTEST) $(if $(filter tests/%,$(ARGS)
 ENGINE_TESTS = KVHMA_E2E_PYTHON=$(CURDIR)/$(E2E)/bin/python $(BIN)/python -m pytest -q --timeout 900
 ENGINES = $(ENGINE_TESTS) -m "not families" --junitxml=$(REPORTS)/$(1)e2e.xml
 
-# A folder of their own: vLLM, which asks whether some of these packages are installed, must not find them.
+# A separate folder: vLLM, which asks whether some of these packages are installed, must not find them.
 SGLANG := .sglang
 $(SGLANG)/.ready: python/kvhma/versions.py $(E2E)/.ready
 	rm -rf $(SGLANG)

@@ -289,7 +289,7 @@ REFUSED = {
         "HiSparseC4DevicePool",
     },
     "its slots are not the numbers that the scheduler has": {"HiSparseDSATokenToKVPool", "HiSparseMHAMainPool"},
-    "scales in tensors of their own": {
+    "scales in separate tensors": {
         "MHATokenToKVPoolFP4", "MHATokenToKVPoolMXFP8", "MLATokenToKVPoolFP4", "MiniMaxM3Nvfp4IndexKPool",
         "MiniMaxM3Nvfp4KVPool", "MiniMaxM3Nvfp4MainKVPool",
     },
@@ -301,7 +301,7 @@ REFUSED = {
         "LayerSplitDSATokenToKVPool", "PageInterleaveDSATokenToKVPool", "PageInterleaveMHATokenToKVPool",
         "PageInterleaveMLATokenToKVPool",
     },
-    "an index with slots of its own": {"MHATokenToKOnlyPool", "MiniMaxSparseKVPool", "QSATokenToKVPool"},
+    "an index with separate slots": {"MHATokenToKOnlyPool", "MiniMaxSparseKVPool", "QSATokenToKVPool"},
     "its bytes are not known": {
         "BaseSWAKVPool", "KVCache", "PageMajorMHATokenToKVPool", "_DummyKVCache",  # none of them can be made
     },

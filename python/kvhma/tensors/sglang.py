@@ -32,10 +32,10 @@ _REASONS = {
     "NPU|^NoOp": "other tensors than the class it derives from",
     "DeepSeekV4|HiSparseC4": "states of compression and rings of requests beside its pages",
     "HiSparse": "its slots are not the numbers that the scheduler has",
-    "FP4|FP8|Nvfp4": "scales in tensors of their own",
+    "FP4|FP8|Nvfp4": "scales in separate tensors",
     "^Unified": "layers of several pools in one buffer, whose ids are virtual",
     "^PageInterleave|^LayerSplit": "its pages or layers are spread over ranks",
-    "MiniMax|KOnly|QSA": "an index with slots of its own",
+    "MiniMax|KOnly|QSA": "an index with separate slots",
 }
 """Why a class is refused, by a pattern of its name; the first one counts."""
 
@@ -70,7 +70,7 @@ def geometry_of_pool(
     """Describe a pool of SGLang: of attention layers, of states, or of both.
 
     A block is a page of ``page_size`` slots, and a block id is a page number: the slot divided by ``page_size``. A
-    state has a slot of its own, whose number is the block id. Each allocation of a layer is a layer here:
+    state is one slot, whose number is the block id. Each allocation of a layer is a layer here:
     ``layers.7.k`` and ``layers.7.v``; ``layers.7.kv`` for a latent, with ``layers.7.index`` if it has an index;
     ``layers.7.conv`` and ``layers.7.temporal`` for a state.
 
@@ -97,7 +97,7 @@ def geometry_of_pool(
 
     Raises:
         GeometryError: another class, including subclasses, which may store other bytes; a layout other than ``nhd`` and
-            ``hnd``; a quantized cache; a pool that does not know which layers of the model it has. Or an argument is
+            ``hnd``; or a quantized cache. Or the pool does not know which layers of the model it has. Or an argument is
             missing, or given for another class.
     """
     name = _class_of(pool, (*_OF_TOKENS, _SWA, _HYBRID, _STATE))
@@ -228,7 +228,7 @@ def _states(pool: Any, conv: Mapping[str, int] | None, tp_rank: int, tp_size: in
     """Yield convolution and recurrent state of each layer, as far as it has them."""
     name, cache = _class_of(pool, (_STATE,)), pool.mamba_cache
     if pool._slot_siblings:
-        others = ", ".join(type(one).__name__ for one in pool._slot_siblings)
+        others = ", ".join(type(state).__name__ for state in pool._slot_siblings)
         raise GeometryError(f"{name}: its slots also have {others}")
     if len(cache.conv) != 1:
         raise GeometryError(f"{name}: {len(cache.conv)} convolution states in a layer, known is one")
