@@ -223,7 +223,7 @@ $(SGLANG)/.ready: python/kvhma/versions.py $(E2E)/.ready
 	touch $@
 
 .PHONY: sglang
-sglang: dev $(SGLANG)/.ready ## the pools of SGLang's wheel on a CPU, without engines (sets up .venv-e2e and .sglang)
+sglang: dev $(SGLANG)/.ready ## SGLang's pools and LMCache's objects on a CPU, without engines (sets up .venv-e2e and .sglang)
 	mkdir -p $(REPORTS)
 	PYTHONPATH=python:$(SGLANG) $(E2E)/bin/python -m pytest -q -n 0 --junitxml=$(REPORTS)/sglang.xml tests/tensors/test_sglang*.py $(ARGS)
 

@@ -358,6 +358,7 @@ def test_what_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (dsa(page_size=128, index_kpool=2, index_kpool_compress=True, max_running_requests=2), {}, "kpool_use_comp"),
         (mamba2(), {}, "conv_shard_groups is None, and conv is None"),
         (mamba2(), {"conv": {"x": 128, "B": 24, "C": 24}}, "224 channels, and .* gives rank 0 of 1 176"),
+        (mamba2(), {"conv": {"x": 128, "C": 48, "B": 48}}, "parts x, C, B are not those of a pool"),
         (mamba2(tp=2), {"conv": {"x": 128, "B": 48, "C": 48}}, "112 channels, and .* gives rank 0 of 1 224"),
         (mamba2(), {"conv": {"x": 129, "B": 48, "C": 47}, "tp_size": 2}, "129 channels of x cannot be cut for 2"),
     ]

@@ -39,6 +39,9 @@ _REASONS = {
 }
 """Why a class is refused, by a pattern of its name; the first one counts."""
 
+_CONVOLUTIONS = (("x",), ("x", "B", "C"), ("q", "k", "v"))
+"""Parts of a convolution in the order of a pool: of Mamba1 and LFM2, of Mamba2, and of GDN and KDA."""
+
 _DSA_ROW = "fp8_ds_mla"
 """The encoding of a row of 8-bit values, their scales and positions in bfloat16."""
 
@@ -86,8 +89,8 @@ def geometry_of_pool(
         swa_heads: the same for the windows of an ``SWAKVPool``; None for `heads`.
         sliding_window_size: SGLang's ``ModelRunner.sliding_window_size``, for an ``SWAKVPool`` only: the tokens that a
             query of a sliding layer sees before itself. The window of the geometry has one token more.
-        conv: channels of each part of a convolution over all ranks, in the order of the pool: ``x``, ``B`` and ``C`` of
-            Mamba2. None if the pool knows them (``conv_shard_groups``): ``q``, ``k`` and ``v`` of GDN and KDA.
+        conv: channels of each part of a convolution over all ranks: ``x``, ``B`` and ``C`` of Mamba2, ``x`` of Mamba1
+            and LFM2, ``q``, ``k`` and ``v`` of GDN and KDA. None if the pool knows them (``conv_shard_groups``).
         layer_name: the name of a layer from its number in the model: for those of a draft model.
         **rank: as for :func:`geometry_from_tensors`. Channels and heads of states are cut by ``tp_rank`` and
             ``tp_size``.
@@ -259,6 +262,8 @@ def _shares(pool: Any, conv: Mapping[str, int] | None, tp_rank: int, tp_size: in
         conv = dict(zip("qkv", known, strict=True))
     elif known is not None and list(known) != list(conv.values()):
         raise GeometryError(f"{_STATE}: conv_shard_groups is {known}, and conv is {dict(conv)}")
+    if tuple(conv) not in _CONVOLUTIONS:
+        raise GeometryError(f"conv: parts {', '.join(conv)} are not those of a pool: {_CONVOLUTIONS}")
     shares = {}
     for part, extent in conv.items():
         # Every rank has a single group whole.
