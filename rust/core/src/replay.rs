@@ -134,17 +134,23 @@ impl Prompt<'_> {
     }
 }
 
-/// Blocks of a group that end in a node: `first..last`, in a list from the least to the most recently used.
+/// Blocks of a group that end in a node: `first..last`.
 #[derive(Clone, Copy)]
 struct Held {
     first: u32,
     last: u32,
+}
+
+/// The places before and after one in a list from the least to the most recently used.
+#[derive(Clone, Copy)]
+struct Link {
     before: u32,
     after: u32,
 }
 
 const NONE: u32 = u32::MAX;
-const EMPTY: Held = Held { first: 0, last: 0, before: NONE, after: NONE };
+const EMPTY: Held = Held { first: 0, last: 0 };
+const UNLINKED: Link = Link { before: NONE, after: NONE };
 /// The name of blocks without a known prefix, such as those of answers. Names of traces are not negative.
 const UNNAMED: i64 = -1;
 
@@ -155,9 +161,11 @@ struct Cache<'a> {
     used: u64,
     /// Numbers of the nodes that have blocks in a group.
     numbers: HashMap<i64, u32, BuildHasherDefault<Mix>>,
-    names: Vec<i64>,
     /// Blocks of all groups of the first number, then of the second.
     held: Vec<Held>,
+    /// Names of all numbers, and links of all of `held`; empty if nothing is ever evicted.
+    names: Vec<i64>,
+    links: Vec<Link>,
     free: Vec<u32>,
     oldest: u32,
     newest: u32,
@@ -165,8 +173,12 @@ struct Cache<'a> {
 
 impl<'a> Cache<'a> {
     fn new(groups: &'a [CacheGroup], room: u64, side: Side) -> Self {
-        let (numbers, names, held, free) = Default::default();
-        Self { groups, side, room, used: 0, numbers, names, held, free, oldest: NONE, newest: NONE }
+        let (numbers, names, held, links, free) = Default::default();
+        Self { groups, side, room, used: 0, numbers, held, names, links, free, oldest: NONE, newest: NONE }
+    }
+
+    fn has_end(&self) -> bool {
+        self.room < u64::MAX
     }
 
     /// Return the hits of a prompt, and keep what the engine has of it afterwards.
@@ -258,7 +270,7 @@ impl<'a> Cache<'a> {
                 _ => needed,
             };
             let dropped = if self.side == Side::Prefill { used..needed } else { 0..0 };
-            if unnamed > 0 && self.room < u64::MAX {
+            if unnamed > 0 && self.has_end() {
                 let unnamed_at = self.number(UNNAMED);
                 self.put(unnamed_at, number, 0, unnamed);
             }
@@ -310,11 +322,17 @@ impl<'a> Cache<'a> {
     /// Give a number to a node.
     fn number(&mut self, name: i64) -> u32 {
         let number = self.free.pop().unwrap_or_else(|| {
-            self.names.push(name);
+            let number = self.held.len() / self.groups.len();
             self.held.resize(self.held.len() + self.groups.len(), EMPTY);
-            u32::try_from(self.names.len() - 1).unwrap_or(NONE)
+            if self.has_end() {
+                self.names.push(name);
+                self.links.resize(self.held.len(), UNLINKED);
+            }
+            u32::try_from(number).unwrap_or(NONE)
         });
-        self.names[number as usize] = name;
+        if self.has_end() {
+            self.names[number as usize] = name;
+        }
         if name != UNNAMED {
             self.numbers.insert(name, number);
         }
@@ -326,35 +344,37 @@ impl<'a> Cache<'a> {
         let bytes = self.groups[group].bytes;
         let (first, last) = (first as u32, last as u32);
         let place = self.place(number, group);
-        let held = self.held[place];
-        if held.first < held.last {
-            self.unlink(place);
-            self.used -= u64::from(held.last - held.first) * bytes;
-        }
         let held = &mut self.held[place];
+        let before = u64::from(held.last - held.first) * bytes;
         if held.first < held.last && held.first <= last && first <= held.last {
             (held.first, held.last) = (held.first.min(first), held.last.max(last));
         } else {
             (held.first, held.last) = (first, last);
         }
-        self.used += u64::from(held.last - held.first) * bytes;
-        (held.before, held.after) = (self.newest, NONE);
-        match self.newest {
-            NONE => self.oldest = place as u32,
-            newest => self.held[newest as usize].after = place as u32,
+        let after = u64::from(held.last - held.first) * bytes;
+        self.used = self.used - before + after;
+        if self.has_end() {
+            if before > 0 {
+                self.unlink(place);
+            }
+            self.links[place] = Link { before: self.newest, after: NONE };
+            match self.newest {
+                NONE => self.oldest = place as u32,
+                newest => self.links[newest as usize].after = place as u32,
+            }
+            self.newest = place as u32;
         }
-        self.newest = place as u32;
     }
 
     fn unlink(&mut self, place: usize) {
-        let Held { before, after, .. } = self.held[place];
+        let Link { before, after } = self.links[place];
         match before {
             NONE => self.oldest = after,
-            before => self.held[before as usize].after = after,
+            before => self.links[before as usize].after = after,
         }
         match after {
             NONE => self.newest = before,
-            after => self.held[after as usize].before = before,
+            after => self.links[after as usize].before = before,
         }
     }
 
