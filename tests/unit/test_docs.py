@@ -18,6 +18,7 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
 
 from kvhma import Geometry
 from kvhma.cli.app import app
@@ -203,3 +204,9 @@ def test_import_needs_numpy_only():
     code = f"import sys, kvhma; print(sorted({{n.split('.')[0] for n in sys.modules}} & {heavy}))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"
+
+
+def test_each_defect_can_be_inserted() -> None:
+    """A text of tests/mutants.yaml is in its file once: `make mutants` replaces it."""
+    for defect in yaml.safe_load((ROOT / "tests/mutants.yaml").read_text(encoding="utf-8")):
+        assert (ROOT / defect["file"]).read_text(encoding="utf-8").count(defect["find"]) == 1, defect["name"]
