@@ -321,7 +321,7 @@ def test_kvhmas_form(tmp_path: Path) -> None:
 
 
 def drawn(folder: Path) -> Trace:
-    """Prompts that go on after half of an earlier one."""
+    """Prompts that continue half of an earlier prompt."""
     rng = random.Random(1)
     paths: list[list[int]] = [[]]
     for _ in range(300):

@@ -83,7 +83,7 @@ def hits_of(
     """
     groups = ranks[0].groups
     if trace.paths is None:
-        return np.zeros((2 if side == "decode" else 1, len(groups), len(trace)), np.int64)
+        return np.broadcast_to(np.int64(0), (2 if side == "decode" else 1, len(groups), len(trace)))
     # Equal groups have the same hits.
     block_bytes = dict.fromkeys(groups, 0)
     for rank in ranks:
@@ -160,13 +160,15 @@ def replay(
     whole = cost(without_clipping(decode), without_clipping(prefill))
     priced = {"whole": without_hits(whole), "clipped": without_hits(costs)}
     on_step("hits of caches")
-    shared = trace.paths and replace(trace, paths=trace.paths.shared())
-    of_p, of_d = ((shared or trace) if pool == WITHOUT_END else trace for pool in pools)
+    shared = trace
+    if trace.paths is not None and WITHOUT_END in pools:
+        shared = replace(trace, paths=trace.paths.shared())
+    of_p, of_d = (shared if pool == WITHOUT_END else trace for pool in pools)
     wanted: dict[str, tuple[Trace, Sequence[Geometry], Side, NDArray[np.uint32], int]]
     wanted = {"d": (of_d, decode, "decode", at_d, pools[1])}
     if speeds is not None:
         wanted["p"] = (of_p, prefill, "prefill", at_p, pools[0])
-    if engines is not None:
+    if speeds is not None and engines is not None:
         wanted["alone"] = (of_d, decode, "prefill", at_d, pools[1])  # a D that computes all
     with ThreadPoolExecutor(_CACHES_AT_ONCE) as threads:
         hits = dict(zip(wanted, threads.map(lambda each: hits_of(*each), wanted.values()), strict=True))
