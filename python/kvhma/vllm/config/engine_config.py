@@ -39,6 +39,7 @@ from kvhma.vllm.config.weight_files import digest_weights
 from kvhma.vllm.wire.params import Address
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import KVTransferConfig, LoadConfig, ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
@@ -212,12 +213,15 @@ def writer_of(config: VllmConfig) -> Callable[[str], Writer]:
     return find
 
 
+def _cache_name(name: str) -> str:
+    """Return one name of a cache type. vLLM has two for 8-bit floats, and a model's file may have either."""
+    return "fp8_e4m3" if name == "fp8" else name
+
+
 def _cache_dtype(layer: Any) -> str:
     """Return the cache type of a layer, with the platform's kind of 8-bit floats."""
     found = getattr(layer, "kv_cache_dtype", None) or getattr(getattr(layer, "cache_config", None), "cache_dtype", None)
-    name = found if isinstance(found, str) else ""
-    if name == "fp8":
-        name = "fp8_e4m3"
+    name = _cache_name(found if isinstance(found, str) else "")
     return f"{name}/{_name_of(current_platform.fp8_dtype())}" if "fp8" in name else name
 
 
@@ -410,7 +414,6 @@ def identity_of(config: VllmConfig, settings: Settings, layers: Iterable[str] = 
     deadline = time.monotonic() + SECONDS
     dtype = _name_of(model.dtype)
     cache_dtype = resolve_kv_cache_dtype_string(config.cache_config.cache_dtype, model)
-    names = {"auto": dtype, "fp8": "fp8_e4m3"}  # vLLM takes both names for one type, and a model's file has either
     left_out = _NOT_COMPARED | _COMMON | (TOKENS - _held_tokens())
     return ModelIdentity(
         # For a model from an object store, vLLM replaces its name by a local folder.
@@ -419,7 +422,7 @@ def identity_of(config: VllmConfig, settings: Settings, layers: Iterable[str] = 
         model_id=settings.model_id,
         dtype=dtype,
         quantization=None if model.quantization is None else str(model.quantization),
-        cache_dtype=names.get(cache_dtype, str(cache_dtype)),
+        cache_dtype=dtype if cache_dtype == "auto" else _cache_name(str(cache_dtype)),
         overrides=_json(_overrides(config) | ({} if settings.trusts_items else _item_settings(model))),
         draft=None if draft is None else _drafts(draft, config.speculative_config),
         config=dict(_fields(model.hf_config.to_dict(), left_out))
@@ -471,7 +474,7 @@ def _remote_code() -> list[str]:
 
     That is its file, and the files beside it that this one imports.
     """
-    kinds = {type(module) for model in held_modules() for module in model.modules()}
+    kinds = set(map(type, _modules()))
     files = {kind: inspect.getfile(kind) for kind in kinds if kind.__module__.startswith("transformers_modules.")}
     digests = {}
     for path in set(files.values()):
@@ -483,8 +486,11 @@ def _remote_code() -> list[str]:
 
 def _held_tokens() -> set[str]:
     """Return which of `TOKENS` a loaded module holds."""
-    modules = (module for model in held_modules() for module in model.modules())
-    return {name for module in modules for name in TOKENS & vars(module).keys()}
+    return {name for module in _modules() for name in TOKENS & vars(module).keys()}
+
+
+def _modules() -> Iterator[torch.nn.Module]:
+    return (module for model in held_modules() for module in model.modules())
 
 
 def _item_settings(model: ModelConfig) -> dict[str, Any]:
