@@ -109,19 +109,15 @@ class Columns:
         path: the file.
         notes: what the trace's notes begin with.
         unit: tokens that an identity stands for; None to find it by the numbers of identities.
+        in_sessions: whether identities count within a session.
     """
 
-    def __init__(self, path: Path, form: str, *, in_sessions: bool = False) -> None:
-        """Start without rows.
-
-        Args:
-            path: the file.
-            form: what it is.
-            in_sessions: whether identities count within a session.
-        """
-        self.path, self._form, self._in_sessions = path, form, in_sessions
+    def __init__(self, path: Path, form: str) -> None:
+        """Start without rows of a file, of which `form` says what it is."""
+        self.path, self._form = path, form
         self.notes: list[str] = []
         self.unit: int | None = None
+        self.in_sessions = False
         self._seconds, self._prompts, self._answers = array("d"), array("q"), array("q")
         self._names: dict[str, int] = {}
         self._has = (False, False)
@@ -252,7 +248,7 @@ class Columns:
         starts = np.cumsum(counts) - counts
         offsets = np.concatenate([[0], np.cumsum(counts[order])])
         ids, given_ends = np.frombuffer(self._ids, np.int64), np.array(self._ends, np.uint32)
-        is_same = not self._in_sessions and bool((order[1:] > order[:-1]).all())
+        is_same = not self.in_sessions and bool((order[1:] > order[:-1]).all())
         nodes = ids if is_same else np.empty_like(ids)
         ends = np.empty(len(ids), np.uint32)
         for part in _slices(len(order), _REQUESTS_AT_ONCE):
@@ -262,7 +258,7 @@ class Columns:
             index = np.repeat(starts[rows], each) + within
             if not is_same:
                 nodes[to] = ids[index]
-            if self._in_sessions:
+            if self.in_sessions:
                 nodes[to] += np.repeat(np.array(self._sessions)[rows], each) << SESSION_BITS
             ends[to] = np.minimum((within + 1) * unit, np.repeat(prompts[rows], each)) if unit else given_ends[index]
         return Paths(nodes, ends, offsets.astype(np.uint64))

@@ -108,7 +108,7 @@ def _read_json(path: Path, first: _Line, lines: _Lines, lengths: Path | None) ->
         return columns.trace()
     for name, (is_it, reader) in _JSON.items():
         if is_it(form):
-            columns = Columns(path, name, in_sessions=reader is _runs)
+            columns = Columns(path, name)
             if reader is _mooncake:
                 lines.take = columns.add_plain
             rest = ((number, _parsed(path, number, line)) for number, line in lines)
@@ -187,6 +187,7 @@ def _runs(columns: Columns, lengths: Path | None) -> _Add:
             ids += range(run[0], run[1] + 1)
         columns.add(line, _timed(form, 1e3, ids)._replace(session=str(form["session"])))
 
+    columns.in_sessions = True
     return add
 
 
