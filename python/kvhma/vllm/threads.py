@@ -66,8 +66,8 @@ class SupervisedThread:
         while True:
             try:
                 if raised is not None:
-                    error, raised = raised, None
-                    self._note_crash(error)
+                    self._note_crash(raised)
+                    raised = None  # its frames hold what they had opened
                     if time.monotonic() - begun < _PAUSE_SECONDS:
                         time.sleep(_PAUSE_SECONDS)
                 begun = time.monotonic()
