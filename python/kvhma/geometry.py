@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -181,6 +181,17 @@ class Part:
             total *= axis.length or 0
         return total
 
+    def halves(self) -> tuple[Part, ...]:
+        """Return ``k`` and ``v`` of a ``kv`` with heads: its content is K, then V. Return another part as it is."""
+        axes = {axis.name: axis for axis in self.axes}
+        content = axes.get("content")
+        if self.name != "kv" or "heads" not in axes or content is None or content.extent % 2:
+            return (self,)
+        half = content.extent // 2
+        cut = tuple(replace(axis, extent=half, length=half) if axis is content else axis for axis in self.axes)
+        second = self.offset + half * content.stride
+        return replace(self, name="k", axes=cut), replace(self, name="v", axes=cut, offset=second)
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Page:
@@ -286,6 +297,23 @@ class Geometry:
             layer: one of `layers`.
         """
         return layer.kernel_stride or layer.block_stride // self.groups[layer.group].ratio
+
+    def by_parts(self, layer_name: Callable[[str], str] = str) -> Geometry:
+        """Describe each part as a separate layer, named ``LAYER.PART``: for engines that keep a layer's parts apart.
+
+        A ``kv`` with heads becomes ``k`` and ``v``: each item has K in the first half of its content, and then V. Equal
+        bytes move, in as few descriptors.
+
+        Args:
+            layer_name: makes the name that layers of both engines meet by, from a layer's name here.
+        """
+        layers = []
+        for layer in self.layers:
+            for part in layer.page.parts:
+                for of_layer in part.halves():
+                    name = f"{layer_name(layer.name)}.{of_layer.name}"
+                    layers.append(replace(layer, name=name, page=Page((of_layer,))))
+        return replace(self, layers=tuple(layers))
 
     def to_json(self, *, indent: int | None = None) -> bytes:
         """Return the UTF-8 JSON form of docs/geometry.md: as it was read, else with equal pages written once.

@@ -179,11 +179,11 @@ def test_pipeline_stages_of_a_hybrid_model(is_mla: bool) -> None:
         assert child == [f"layers.{n}.{part}" for n in full[2:] for part in "kv"]
 
 
-def test_a_layer_with_attention_and_a_state_has_four_names() -> None:
+def test_a_layer_with_attention_and_a_state_has_all_their_names() -> None:
     """As in Falcon-H1."""
     described = geometry_of_pool(hybrid((0, 1), mamba2((0, 1))), conv=X_B_C)
     names = [one.name for one in described.layers if one.name.startswith("layers.1.")]
-    assert names == ["layers.1.k", "layers.1.v", "layers.1.conv", "layers.1.temporal"]
+    assert names == [f"layers.1.{part}" for part in ("k", "v", "x", "B", "C", "ssm")]
 
 
 def test_states_that_are_not_known_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import pickle
 import sys
@@ -13,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from kvhma import AddressOverflowError, GeometryError
+from kvhma import AddressOverflowError, GeometryError, plan
 from kvhma._kvhma import CheckedGeometry
-from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region
-from kvhma.models import model
+from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Span
+from kvhma.models import Model, model
 from kvhma.models.vllm_layout import LayoutOptions, layout
+from kvhma.oracle import Oracle
 from support.tiny import tiny_hybrid
 
 PAGE = Page((Part("kv", "uint8", 1, 0, (Axis("tokens", 4, 4), Axis("content", 4, 1))),))
@@ -202,3 +204,48 @@ def test_python_values_are_checked_as_json_is() -> None:
         spoiled("regions.base", 2**64 - 1)
     with pytest.raises(GeometryError, match="a list of 5000, at most 4096 are allowed"):
         spoiled("regions", (Region(0, 1),) * 5000)
+
+
+@pytest.mark.parametrize("name", ["gemma-3-27b", "granite-4.0-h-tiny", "Qwen3.5-0.8B"])
+@pytest.mark.parametrize("kv", ["packed", "split"])
+@pytest.mark.parametrize("order", ["LBHNC", "LBNHC"])
+def test_parts_as_layers_move_the_same_copies(name, kv, order):
+    """Also where one side packs K and V, and the other side keeps them apart."""
+
+    def rank(size: int, base: int, kv: str) -> Geometry:
+        return layout(model(name), LayoutOptions(num_blocks=2000, kv=kv, order=order, tp_size=size, base=base))
+
+    def spans(geometry: Geometry, first: int) -> list[Span]:
+        ids = iter(range(first, 2000))  # groups share the blocks
+        needed = [1 if group.kind == "ssm" else -(-900 // group.block_size) for group in geometry.groups]
+        return [Span(0, [next(ids) for _ in range(count)]) for count in needed]
+
+    local, remote = rank(4, 1 << 40, kv), rank(2, 1 << 50, kv)
+    asked = 900, spans(local, 2), spans(remote, 3)
+    whole = plan(local, [remote]).transfer(*asked)
+    parted = plan(local.by_parts(), [remote.by_parts()]).transfer(*asked)
+    assert (parted.reads[0].local == whole.reads[0].local).all()
+    assert (parted.reads[0].remote == whole.reads[0].remote).all()
+
+
+def test_packed_and_split_meet_as_parts():
+    small = Model(name="small", layers=("sliding", "full") * 2, kv_heads=4, head_dim=8, dtype="bfloat16", window=20)
+    for order, kv in itertools.product(("LBHNC", "LBNHC"), ("packed", "split")):
+        local, remote = (
+            layout(small, LayoutOptions(num_blocks=20, kv=form, order=order, tp_size=size, base=base)).by_parts()
+            for form, size, base in ((kv, 4, 1 << 40), ("split", 2, 1 << 50))
+        )
+        asked = 50, [Span(0, [1, 2, 3, 4]), Span(0, [5, 6, 7, 8])], [Span(0, [9, 8, 7, 6]), Span(0, [5, 4, 3, 2])]
+        Oracle(local, [remote]).check(*asked, plan(local, [remote]).transfer(*asked))
+
+
+def test_names_of_parts():
+    described = layout(model("granite-4.0-h-tiny"), LayoutOptions(num_blocks=9)).by_parts(
+        lambda name: name.split(".")[2]
+    )
+    names = {layer.name for layer in described.layers}
+    assert {"0.x", "0.B", "0.C", "0.ssm", "5.k", "5.v"} <= names
+    latents = layout(model("DeepSeek-V3"), LayoutOptions(num_blocks=9)).by_parts()
+    assert {layer.name.rpartition(".")[2] for layer in latents.layers} == {"kv"}
+    with pytest.raises(GeometryError, match="name"):
+        described.by_parts(lambda name: "same")

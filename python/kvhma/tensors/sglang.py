@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -46,18 +46,8 @@ _DSA_ROW = "fp8_ds_mla"
 """The encoding of a row of 8-bit values, their scales and positions in bfloat16."""
 
 
-class _Found(NamedTuple):
-    """An allocation of a layer.
-
-    Attributes:
-        number: of the layer in the model.
-        name: of the allocation: ``k``, ``v``, ``kv``, ``index``, ``conv`` or ``temporal``.
-        parts: its views.
-    """
-
-    number: int
-    name: str
-    parts: tuple[TensorPart, ...]
+_Found: TypeAlias = tuple[int, TensorPart]
+"""The number of a layer in the model, and a view of one of its parts."""
 
 
 def geometry_of_pool(
@@ -73,9 +63,11 @@ def geometry_of_pool(
     """Describe a pool of SGLang: of attention layers, of states, or of both.
 
     A block is a page of ``page_size`` slots, and a block id is a page number: the slot divided by ``page_size``. A
-    state is one slot, whose number is the block id. Each allocation of a layer is a layer here:
-    ``layers.7.k`` and ``layers.7.v``; ``layers.7.kv`` for a latent, with ``layers.7.index`` if it has an index;
-    ``layers.7.conv`` and ``layers.7.temporal`` for a state.
+    state is one slot, whose number is the block id.
+
+    Each part of a layer is a layer here, as in :meth:`kvhma.Geometry.by_parts`. ``layers.7.k`` and ``layers.7.v`` are
+    keys and values, ``layers.7.kv`` is a latent, and ``layers.7.index`` the index of a latent. A state has
+    ``layers.7.ssm`` and the parts of its convolution.
 
     The groups: attention; then the windows of an ``SWAKVPool``, whose pages belong to a separate pool; or the states of
     a ``HybridLinearKVPool``. A ``MambaPool`` is one group.
@@ -130,9 +122,9 @@ def geometry_of_pool(
         states = pool if name == _STATE else pool.mamba_pool
         found.append((Group("ssm", 1), _states(states, conv, rank.get("tp_rank", 0), rank.get("tp_size", 1))))
     layers = {
-        f"{layer_name(layer.number)}.{layer.name}": LayerTensors(index, layer.parts)
+        f"{layer_name(number)}.{part.name}": LayerTensors(index, (part,))
         for index, (_, of_pool) in enumerate(found)
-        for layer in of_pool
+        for number, part in of_pool
     }
     return geometry_from_tensors([group for group, _ in found], layers, **rank)
 
@@ -187,7 +179,7 @@ def _vectors(pool: Any, layers: Mapping[int, int], heads: Shard | None) -> Itera
         for part, buffers in (("k", pool.k_buffer), ("v", pool.v_buffer)):
             view = _encoded(pool, buffers[at])
             pages = view.transpose(1, 2) if layout == "hnd" else _pages(number, view, pool.page_size)
-            yield _Found(number, part, (TensorPart(part, pages, ("blocks", "tokens", "heads", "content"), shards),))
+            yield number, TensorPart(part, pages, ("blocks", "tokens", "heads", "content"), shards)
 
 
 def _latents(pool: Any, layers: Mapping[int, int], name: str) -> Iterator[_Found]:
@@ -201,12 +193,12 @@ def _latents(pool: Any, layers: Mapping[int, int], name: str) -> Iterator[_Found
         rows = pool.kv_buffer[at] if is_mixed else _encoded(pool, pool.kv_buffer[at])
         pages = _pages(number, rows, pool.page_size)[:, :, 0]
         dtype = _DSA_ROW if is_mixed else None
-        yield _Found(number, "kv", (TensorPart("kv", pages, ("blocks", "tokens", "content"), dtype=dtype),))
+        yield number, TensorPart("kv", pages, ("blocks", "tokens", "content"), dtype=dtype)
         index = pool.index_k_with_scale_buffer[at] if name == _DSA else ()
         if len(index):  # Layers that use the choice of the layer before have none.
             if not 0 <= len(index) - len(pages) <= 1:
                 raise GeometryError(f"{name}: layer {number} has {len(pages)} pages, its index {len(index)}")
-            yield _Found(number, "index", (TensorPart("index", index[: len(pages)], ("blocks", "content")),))
+            yield number, TensorPart("index", index[: len(pages)], ("blocks", "content"))
 
 
 def _encoded(pool: Any, buffer: torch.Tensor) -> torch.Tensor:
@@ -243,12 +235,11 @@ def _states(pool: Any, conv: Mapping[str, int] | None, tp_rank: int, tp_size: in
     for at, number in enumerate(pool.mamba_layer_ids):
         if shares:
             views = convolution[at].split([share.held for share in shares.values()], axis)
-            cut = zip(shares.items(), views, strict=True)
-            parts = (TensorPart(part, view, axes, {"channels": share}) for (part, share), view in cut)
-            yield _Found(number, "conv", tuple(parts))
+            for (part, share), view in zip(shares.items(), views, strict=True):
+                yield number, TensorPart(part, view, axes, {"channels": share})
         if temporal.numel():
-            view = TensorPart("ssm", temporal[at], ("blocks", "heads", "content", "content"), {"heads": heads})
-            yield _Found(number, "temporal", (view,))
+            state = TensorPart("ssm", temporal[at], ("blocks", "heads", "content", "content"), {"heads": heads})
+            yield number, state
 
 
 def _shares(pool: Any, conv: Mapping[str, int] | None, tp_rank: int, tp_size: int) -> dict[str, Shard]:
