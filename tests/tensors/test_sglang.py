@@ -18,9 +18,12 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch; make connector runs it")
 
+import kvhma
 from kvhma import Geometry, Span, plan
 from kvhma.errors import BlockIdError, GeometryError, UnsupportedPairError
 from kvhma.geometry import Shard
+from kvhma.models import Model
+from kvhma.models.vllm_layout import LayoutOptions, layout
 from kvhma.tensors.sglang import geometry_of_pool
 from support.sglang_pools import (
     FP8,
@@ -206,9 +209,9 @@ def test_ids_of_windows_from_sglangs_own_allocator() -> None:
 
 
 def test_the_page_says_what_runs() -> None:
-    """docs/other-engines.md: imports, the ids of windows and of a state."""
+    """docs/other-engines.md: imports, ids of windows, of a state and of LMCache, names that vLLM shares."""
     page = (ROOT / "docs/other-engines.md").read_text().partition("## SGLang\n")[2]
-    first, second = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    first, second, crossing, chunks = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
     of_windows, of_state = second.split("\n\n")
     slots = torch.arange(32, 64)
     names: dict[str, Any] = {"pool": mha(), "slots": slots, "req": SimpleNamespace(kv=SimpleNamespace())}
@@ -223,6 +226,16 @@ def test_the_page_says_what_runs() -> None:
     names["req"].kv.mamba_pool_idx = torch.tensor(4)
     exec(of_state, names)
     assert names["spans"] == [Span(0, [2, 3]), Span(0, [4])]
+    served = Model(name="served", layers=("full",) * 3, kv_heads=2, head_dim=16, dtype="bfloat16")
+    vllm = layout(served, LayoutOptions(num_blocks=9, kv="packed")).to_json()
+    exec(crossing, names | {"kvhma": kvhma, "exported": vllm}, names)
+    assert [one.name for one in names["remote"].layers] == [one.name for one in geometry_of_pool(mha()).layers]
+    meta = SimpleNamespace(fmt=SimpleNamespace(name="KV_2LTD"), shape=(2, 3, 8, 32), shapes=None, dtype=torch.bfloat16)
+    objects = [SimpleNamespace(metadata=SimpleNamespace(**vars(meta), address=at)) for at in (8192, 0)]
+    names |= {"memory": torch.zeros(1 << 16, dtype=torch.uint8), "chunk": objects[0], "chunks": objects}
+    exec(chunks, names)
+    assert names["spans"] == [Span(0, [2, 0])]
+    assert names["store"].groups[0].block_size == 8
 
 
 def test_rows_and_index_of_dsa_move_by_page() -> None:
