@@ -335,6 +335,12 @@ $(REPLAY)/.ready:
 	touch $@
 
 TRACE := ../shared/traces/mooncake_conversation_first3600.jsonl
+.PHONY: bench-sglang
+bench-sglang: build $(SGLANG)/.ready ## ids and addresses of a request beside what SGLang computes, in benches/RESULTS_SGLANG.md
+	PYTHONPATH=python:$(SGLANG) $(E2E)/bin/python -W ignore benches/sglang_slices.py > benches/RESULTS_SGLANG.md
+	$(BIN)/python tools/bench_stale.py --record RESULTS_SGLANG.md
+	cat benches/RESULTS_SGLANG.md
+
 .PHONY: bench-replay
 bench-replay: dev $(REPLAY)/.ready ## kvhma replay beside two simulators on a million requests, in benches/RESULTS_REPLAY.md (TRACE=Mooncake's form)
 	$(BIN)/python benches/replay.py $(TRACE) $(REPLAY)/bin/python $(ARGS) > benches/RESULTS_REPLAY.md
