@@ -335,6 +335,10 @@ $(REPLAY)/.ready:
 	touch $@
 
 TRACE := ../shared/traces/mooncake_conversation_first3600.jsonl
+.PHONY: findings
+findings: ## what real packages do that one would not guess: does each still hold (installs pinned packages, an hour)
+	sh findings/run.sh
+
 .PHONY: bench-sglang
 bench-sglang: build $(SGLANG)/.ready ## ids and addresses of a request beside what SGLang computes, in benches/RESULTS_SGLANG.md
 	PYTHONPATH=python:$(SGLANG) $(E2E)/bin/python -W ignore benches/sglang_slices.py > benches/RESULTS_SGLANG.md
