@@ -264,10 +264,10 @@ rolling: dev ## engines of every two versions of vLLM hand over to each other (s
 e2e-environment: $(E2E)/.ready
 
 .PHONY: audit
-audit: build $(E2E)/.ready ## what vLLM's connectors ask of NIXL and Mooncake, judged: benches/audit (ROW=name for some of it; VLLM=0.33.0)
+audit: build $(E2E)/.ready ## what vLLM's connectors ask of NIXL and Mooncake, judged, in .reports/audit (ROW=name for some of it; VLLM=0.33.0)
 	mkdir -p $(REPORTS)/audit
 	PYTHONPATH=python:tests:tools $(E2E)/bin/python -m audit --trace $(REPORTS)/audit $(if $(ROW),--only $(ROW),\
-		--results $(if $(filter $(DEFAULT_VLLM),$(VLLM)),benches/audit/results.md,$(REPORTS)/audit.md))
+		--results $(REPORTS)/audit.md)
 
 # A run of its own, not a test: it takes as long as it is told to and says what it found in .reports/soak.
 .PHONY: soak

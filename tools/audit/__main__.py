@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Audit vLLM's connectors over the grid, and write a table of verdicts for each.
 
-PYTHONPATH=python:tests:tools python -m audit --results benches/audit/results.md
+PYTHONPATH=python:tests:tools python -m audit --results .reports/audit.md
 PYTHONPATH=python:tests:tools python -m audit --only gemma4/ --trace .reports/audit
 """
 
