@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Threads that continue after any exception."""
 
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 
 from kvhma.vllm import threads
 from kvhma.vllm.threads import SupervisedThread, in_thread
 from support.counted import Counted
+from support.waiting import until
 
 
 class Panic(BaseException):
@@ -28,6 +31,28 @@ def test_work_begins_again_whatever_is_raised(kind, caplog):
     assert not thread.is_alive()
     assert counted.by_label("thread_restarts") == {"kvhma-test": 2}
     assert caplog.text.count("thread kvhma-test crashed and was restarted") == 2
+
+
+def test_a_thread_that_begins_again_lets_go_of_what_ended_it(monkeypatch):
+    monkeypatch.setattr(threads.logger, "error", lambda *_, **__: None)  # pytest keeps what is logged, with its frames
+    opened, closed = [], threading.Event()
+
+    def work():
+        if not opened:
+            held = Counted()
+            opened.append(weakref.ref(held))
+            raise Panic
+        closed.wait(10)
+
+    def is_gone():
+        gc.collect()
+        return bool(opened) and opened[0]() is None
+
+    thread = SupervisedThread("kvhma-test", work, Counted())
+    until(is_gone)
+    assert thread.is_alive()
+    closed.set()
+    thread.join(5)
 
 
 def test_work_that_fails_at_once_does_not_spin(monkeypatch):
