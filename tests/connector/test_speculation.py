@@ -8,7 +8,6 @@ plan is between the two engines.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -33,6 +32,7 @@ import kvhma
 from kvhma.geometry import Geometry, Group, Span
 from kvhma.vllm.caches.geometry import geometry_of
 from kvhma.vllm.caches.layer_parts import RankInfo
+from support.memory import carry_out_in_place
 from support.vllm_caches import allocated
 
 TAPS, HEADS, HEAD, STATE, GROUPS = 4, 4, 4, 2, 1
@@ -113,12 +113,7 @@ def update(state: Any, inputs: Any, accepted: int | None) -> Any:
 def copied(local: Engine, remotes: list[Engine], spans: tuple[list[Span], list[Span]]) -> None:
     """Do what the plan says, to the memory."""
     plan = kvhma.plan(local.geometry, [remote.geometry for remote in remotes])
-    transfer = plan.transfer(9, *spans)
-    for address, length, _ in transfer.zero.tolist():
-        ctypes.memset(address, 0, length)
-    for read in transfer.reads:
-        for (to, length, _), (source, _, _) in zip(read.local.tolist(), read.remote.tolist(), strict=True):
-            ctypes.memmove(to, source, length)
+    carry_out_in_place(plan.transfer(9, *spans))
 
 
 DRAFTS = [(0, 0), (0, 3), (3, 0), (3, 3), (1, 3), (2, 1)]

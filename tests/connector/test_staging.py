@@ -29,6 +29,7 @@ from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.metadata import StepMetadata
 from kvhma.vllm.options.staging.pool import StagingPool
 from kvhma.vllm.options.staging.slots import NAME, SlotRanges, Slots, staging_slots
+from support.memory import carry_out_in_place
 from support.workers import PAGE, PAGES, Decode, Prefill, hold_reads, threads_of
 
 
@@ -130,12 +131,8 @@ def in_memory(region):
 
 def move(local, remote, tokens, ours, theirs):
     """Execute a transfer."""
-    transfer = kvhma.plan(local, (remote,), descriptor_bytes=0).transfer(tokens, list(ours), list(theirs))
-    for address, nbytes, _ in transfer.zero.tolist():
-        ctypes.memset(address, 0, nbytes)
-    for read in transfer.reads:
-        for (to, nbytes, _), (source, _, _) in zip(read.local.tolist(), read.remote.tolist(), strict=True):
-            ctypes.memmove(to, source, nbytes)
+    plan = kvhma.plan(local, (remote,), descriptor_bytes=0)
+    carry_out_in_place(plan.transfer(tokens, list(ours), list(theirs)))
 
 
 def test_slots_are_taken_and_given_back():

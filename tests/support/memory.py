@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers carried out over memory: plain arrays of bytes, one for each region of a geometry."""
+"""Transfers carried out over memory: plain arrays of bytes, one for each region, or the addresses as they are."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +26,15 @@ def bytes_of(geometry: Geometry, memory: Memory, row: Sequence[int]) -> NDArray[
         if region.base <= row[0] and row[0] + row[1] <= region.base + region.bytes and region.device == row[2]:
             return content[row[0] - region.base : row[0] - region.base + row[1]]
     raise AssertionError(f"{row} is in no region")
+
+
+def carry_out_in_place(transfer: Any) -> None:
+    """Zero and copy what a transfer says, where its addresses are memory of this process."""
+    for address, nbytes, _ in transfer.zero.tolist():
+        ctypes.memset(address, 0, nbytes)
+    for read in transfer.reads:
+        for (to, nbytes, _), (source, _, _) in zip(read.local.tolist(), read.remote.tolist(), strict=True):
+            ctypes.memmove(to, source, nbytes)
 
 
 def carry_out(

@@ -6,7 +6,6 @@ Needs the packages of `SGLANG` in python/kvhma/versions.py, which `make sglang` 
 
 from __future__ import annotations
 
-import ctypes
 import warnings
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ with warnings.catch_warnings():
 
 from kvhma import Geometry, Span, plan
 from kvhma.geometry import Shard
+from support.memory import carry_out_in_place
 
 context.get_parallel().override_permanently(dcp_enabled=False, attn_dcp_size=1)
 
@@ -108,7 +108,5 @@ def hand_off(local: Geometry, remote: Sequence[Geometry], tokens: int, to: list[
     """Copy what a plan says, given the spans' ids, or `Span`, of each group."""
     spans = [[one if isinstance(one, Span) else Span(0, list(one)) for one in side] for side in (to, of)]
     moved = plan(local, list(remote), descriptor_bytes=0).transfer(tokens, *spans)
-    for read in moved.reads:
-        for (target, length, _), (start, _, _) in zip(read.local.tolist(), read.remote.tolist(), strict=True):
-            ctypes.memmove(target, start, length)
+    carry_out_in_place(moved)
     return moved

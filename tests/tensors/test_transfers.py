@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 from collections import Counter
 from itertools import pairwise, product
@@ -19,6 +18,7 @@ from kvhma.models import Model, State, model
 from kvhma.models.vllm_layout import LayoutOptions, layout
 from kvhma.oracle import Oracle, Request, check_memory, fill_source, fill_stale
 from kvhma.torch import Cache, allocate
+from support.memory import carry_out_in_place
 from support.tables import count_blocks, draw_tables
 from support.torch_labels import read, regions_of, tensors_of
 
@@ -82,11 +82,7 @@ def copy_and_check(source, target, tokens, local, remote, moved):
     """Move real bytes between the tensors."""
     fill_source(regions_of(source), source.geometry, remote)
     fill_stale(regions_of(target))
-    for address, nbytes, _ in moved.zero.tolist():
-        ctypes.memset(address, 0, nbytes)
-    for one in moved.reads:
-        for (to, nbytes, _), (at, _, _) in zip(one.local.tolist(), one.remote.tolist(), strict=True):
-            ctypes.memmove(to, at, nbytes)
+    carry_out_in_place(moved)
     excess = moved.excess_bytes
     asked = Request(tokens, local, remote)
     check_memory(regions_of(target), target.geometry, [source.geometry], asked, excess_bytes=excess)
@@ -102,10 +98,7 @@ def test_views_show_the_same_values(pair):
     for view in source.views.values():
         view.view(torch.int16).random_(generator=generator)
     local, remote = requests(target.geometry, tokens, 3), requests(source.geometry, tokens, 4)
-    moved = kvhma.plan(target.geometry, source.geometry).transfer(tokens, local, remote)
-    for one in moved.reads:
-        for (to, nbytes, _), (at, _, _) in zip(one.local.tolist(), one.remote.tolist(), strict=True):
-            ctypes.memmove(to, at, nbytes)
+    carry_out_in_place(kvhma.plan(target.geometry, source.geometry).transfer(tokens, local, remote))
     for layer in target.geometry.layers:
         local_span, remote_span = local[layer.group], remote[layer.group]
         keep = list(remote_span.ids)[local_span.first - remote_span.first :]
