@@ -182,12 +182,17 @@ class Part:
         return total
 
     def halves(self) -> tuple[Part, ...]:
-        """Return ``k`` and ``v`` of a ``kv`` with heads: its content is K, then V. Return another part as it is."""
+        """Return ``k`` and ``v`` of a ``kv`` with heads, whose content is K, then V of the same size.
+
+        Return another part as it is, and a ``kv`` whose content this rank does not hold whole.
+        """
         axes = {axis.name: axis for axis in self.axes}
         content = axes.get("content")
-        if self.name != "kv" or "heads" not in axes or content is None or content.extent % 2:
+        if self.name != "kv" or "heads" not in axes or content is None:
             return (self,)
-        half = content.extent // 2
+        half, odd = divmod(content.extent, 2)
+        if odd or content != Axis("content", content.extent, content.stride):
+            return (self,)
         cut = tuple(replace(axis, extent=half, length=half) if axis is content else axis for axis in self.axes)
         second = self.offset + half * content.stride
         return replace(self, name="k", axes=cut), replace(self, name="v", axes=cut, offset=second)
@@ -301,8 +306,8 @@ class Geometry:
     def by_parts(self, layer_name: Callable[[str], str] = str) -> Geometry:
         """Describe each part as a separate layer, named ``LAYER.PART``: for engines that keep a layer's parts apart.
 
-        A ``kv`` with heads becomes ``k`` and ``v``: each item has K in the first half of its content, and then V. Equal
-        bytes move, in as few descriptors.
+        A ``kv`` with heads becomes ``k`` and ``v``, which are the halves of its content. Equal bytes move, in as few
+        descriptors. If V is smaller than K, the halves are not K and V: they meet only halves of equal sizes.
 
         Args:
             layer_name: makes the name that layers of both engines meet by, from a layer's name here.

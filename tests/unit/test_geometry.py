@@ -249,6 +249,19 @@ def test_where_the_halves_of_a_packed_part_are():
     assert {part.axes[:2] for part in parts} == {kv.axes[:2]}
 
 
+def test_only_a_whole_content_has_halves():
+    """A rank with half of the content has no V, and spare items are those of the content's end."""
+    axes = Axis("heads", 2, 128), Axis("tokens", 4, 256)
+    for content, names in (
+        (Axis("content", 32, 4), ["k", "v"]),
+        (Axis("content", 32, 4, 0, 16), ["kv"]),
+        (Axis("content", 32, 4, spare=2), ["kv"]),
+        (Axis("content", 31, 4), ["kv"]),
+        (Axis("packed", 32, 4), ["kv"]),
+    ):
+        assert [one.name for one in Part("kv", "float32", 4, 0, (*axes, content)).halves()] == names
+
+
 def test_names_of_parts():
     described = layout(model("granite-4.0-h-tiny"), LayoutOptions(num_blocks=9)).by_parts(
         lambda name: name.split(".")[2]
