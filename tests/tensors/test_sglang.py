@@ -231,8 +231,9 @@ def test_the_page_says_what_runs() -> None:
     exec(crossing, names | {"kvhma": kvhma, "exported": vllm}, names)
     assert [one.name for one in names["remote"].layers] == [one.name for one in geometry_of_pool(mha()).layers]
     meta = SimpleNamespace(fmt=SimpleNamespace(name="KV_2LTD"), shape=(2, 3, 8, 32), shapes=None, dtype=torch.bfloat16)
-    objects = [SimpleNamespace(metadata=SimpleNamespace(**vars(meta), address=at)) for at in (8192, 0)]
-    names |= {"memory": torch.zeros(1 << 16, dtype=torch.uint8), "chunk": objects[0], "chunks": objects}
+    memory = torch.zeros(1 << 16, dtype=torch.uint8)
+    objects = [SimpleNamespace(metadata=meta, data_ptr=memory.data_ptr() + at) for at in (8192, 0)]
+    names |= {"memory": memory, "chunks": objects}
     exec(chunks, names)
     assert names["spans"] == [Span(0, [2, 0])]
     assert names["store"].groups[0].block_size == 8

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch", reason="needs torch; make connector runs it")
 
 from kvhma.errors import GeometryError
-from kvhma.tensors.lmcache import geometry_of_objects
+from kvhma.tensors.lmcache import block_ids, geometry_of_objects
 from kvhma.tensors.sglang import geometry_of_pool
 from support.sglang_pools import hand_off, layer, mha, mla, share, slots_of, torch
 
@@ -65,7 +65,7 @@ def test_chunks_hold_what_other_pages_had(lmcache: Any, is_mla: bool, tp_d: int)
     for first, chunks in ((0, made[:2]), (2 * CHUNK, made[2:])):
         tokens = sum(one.metadata.shape[2] for one in chunks)
         store = geometry_of_objects(memory, chunks[0], heads=None if is_mla else share(HEADS, 0, 1))
-        ids = [one.metadata.address // 4096 for one in chunks]
+        ids = block_ids(store, chunks)
         used = {size: own[first // size :][: -(-tokens // size)] for size, own in pages.items()}
         stored = hand_off(store, [described(p, 0, 1)], tokens, [ids], [used[16]])
         assert not len(stored.zero)
@@ -94,3 +94,30 @@ def test_objects_that_are_not_known_are_refused(lmcache: Any) -> None:
         geometry_of_objects(memory, known)
     with pytest.raises(GeometryError, match=r"layers \[4\]: the object has 3"):
         geometry_of_objects(memory, known, heads=share(2, 0, 1), layers=[4])
+    for other in (memory.view(torch.bfloat16), memory.view(256, 256), memory[::2]):
+        with pytest.raises(GeometryError, match="it is the flat uint8 buffer of an allocator"):
+            geometry_of_objects(other, known, heads=share(2, 0, 1))
+    with pytest.raises(GeometryError, match="align 0; it is the flat"):
+        geometry_of_objects(memory, known, heads=share(2, 0, 1), align=0)
+
+
+def test_ids_are_places_and_not_the_numbers_of_an_allocator(lmcache: Any) -> None:
+    """`PagedTensorMemoryAllocator` calls 1 the address of its second page: address // 4096 was the first one."""
+    paged = pytest.importorskip("lmcache.v1.memory_allocators.paged_tensor_memory_allocator", exc_type=ImportError)
+    _, formats = lmcache
+    shape = torch.Size((2, 3, CHUNK, 32))
+    memory = torch.zeros(4 * shape.numel() * 2, dtype=torch.uint8)
+    pages = paged.PagedTensorMemoryAllocator(memory, [shape], [torch.bfloat16], formats.KV_2LTD)
+    made = [pages.allocate([shape], [torch.bfloat16]) for _ in range(3)]
+    assert [one.metadata.address for one in made] == [0, 1, 2]
+    store = geometry_of_objects(memory, made[0], heads=share(2, 0, 1))
+    assert block_ids(store, made[1:]) == [24, 48]
+    short = pages.allocate([torch.Size((2, 3, 8, 32))], [torch.bfloat16])
+    with pytest.raises(GeometryError, match=r"object: \(2, 3, 8, 32\) at byte 294912; blocks have 256 tokens"):
+        block_ids(store, [short])
+    coarse = geometry_of_objects(memory, made[0], heads=share(2, 0, 1), align=65536)
+    with pytest.raises(GeometryError, match="at byte 98304; blocks have 256 tokens, 65536 bytes apart"):
+        block_ids(coarse, made)
+    other = geometry_of_objects(memory[8192:], made[0], heads=share(2, 0, 1))
+    with pytest.raises(GeometryError, match="at byte -8192"):
+        block_ids(other, made)

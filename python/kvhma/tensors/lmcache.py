@@ -34,9 +34,10 @@ def geometry_of_objects(
 ) -> Geometry:
     """Describe the memory of an LMCache allocator as blocks with the shape of one of its objects.
 
-    A block has all tokens of an object, so full and partial chunks have separate geometries. A block id is an object's
-    ``metadata.address`` divided by `align`; blocks with other ids share its bytes. Count a request's tokens from the
-    first token of the objects that it moves. Parts have the names of :meth:`kvhma.Geometry.by_parts`.
+    A block has all tokens of an object, so full and partial chunks have separate geometries. A block may begin at each
+    multiple of `align`, so blocks share bytes; :func:`block_ids` has those of objects. Count a request's tokens from
+    the first token of the objects that it moves, which must begin a page of the engine. Parts have the names of
+    :meth:`kvhma.Geometry.by_parts`.
 
     Args:
         memory: the allocator's buffer, uint8 of one dimension.
@@ -44,7 +45,7 @@ def geometry_of_objects(
         heads: the KV heads of this rank among those of all ranks, for ``KV_2LTD`` only.
         layers: the number of each layer in the model; None for 0, 1, ...
         layer_name: the name of a layer from its number.
-        align: the allocator's alignment in bytes.
+        align: a divisor of all distances of objects, in bytes: the allocator's alignment.
         tp_rank: number of this rank.
         tp_size: ranks of the engine.
 
@@ -52,8 +53,11 @@ def geometry_of_objects(
         The geometry of this rank, with one group and no null block.
 
     Raises:
-        GeometryError: another format, several tensors in an object, or numbers that do not fit its shape.
+        GeometryError: another format, several tensors in an object, other memory, or numbers that do not fit its shape.
     """
+    if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous() or align < 1:
+        found = f"{memory.dtype} {tuple(memory.shape)} of strides {memory.stride()}, align {align}"
+        raise GeometryError(f"memory: {found}; it is the flat uint8 buffer of an allocator")
     meta = like.metadata
     names, shape = _PARTS.get(meta.fmt.name), tuple(meta.shape)
     if names is None or len(shape) != 4 or shape[0] != len(names) or len(meta.shapes or ()) > 1:
@@ -85,3 +89,27 @@ def geometry_of_objects(
             described.append(Layer(f"{layer_name(number)}.{name}", 0, 0, offset, num_blocks, align, page))
     group = Group("full" if heads is not None else "mla", tokens)
     return Geometry(regions, (group,), tuple(described), tp_rank, tp_size, null_block=None)
+
+
+def block_ids(store: Geometry, objects: Iterable[Any]) -> list[int]:
+    """Return the block ids of memory objects by their place in memory.
+
+    The number in ``metadata.address`` depends on the allocator: bytes, or pages of a ``PagedTensorMemoryAllocator``.
+
+    Args:
+        store: from :func:`geometry_of_objects`, with an object of the same shape.
+        objects: memory objects, in the order of a request's tokens.
+
+    Raises:
+        GeometryError: an object with other tokens, or one that begins between two blocks.
+    """
+    start, tokens, ids = store.regions[0].base + store.layers[0].offset, store.groups[0].block_size, []
+    for one in objects:
+        block, rest = divmod(one.data_ptr - start, store.layers[0].block_stride)
+        if rest or block < 0 or one.metadata.shape[2] != tokens:
+            found = f"{tuple(one.metadata.shape)} at byte {one.data_ptr - start}"
+            raise GeometryError(
+                f"object: {found}; blocks have {tokens} tokens, {store.layers[0].block_stride} bytes apart"
+            )
+        ids.append(block)
+    return ids
