@@ -375,6 +375,11 @@ def test_what_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (mamba2(), {"conv": {"x": 128, "C": 48, "B": 48}}, "parts x, C, B are not those of a pool"),
         (mamba2(tp=2), {"conv": {"x": 128, "B": 48, "C": 48}}, "112 channels, and .* gives rank 0 of 1 224"),
         (mamba2(), {"conv": {"x": 129, "B": 48, "C": 47}, "tp_size": 2}, "129 channels of x cannot be cut for 2"),
+        (mamba2(), {"conv": X_B_C, "tp_size": 0}, "128 channels of x cannot be cut for 0"),
+        (mamba2(), {"conv": {"x": 224}}, "a state of 8 heads of 16, and .* gives rank 0 of 1 224, 224 of x or v"),
+        (mamba2(), {"conv": {"x": 48, "B": 128, "C": 48}}, "a state of 8 heads of 16, .* 48 of x or v"),
+        (mamba2(), {"conv": {"x": 128, "B": 40, "C": 56}}, "a state of 8 heads of 16, .* 128 of x or v"),
+        (mha(), {"layer_name": "draft".format}, "layer 'draft.k': is the name of another layer too"),
     ]
     for pool, arguments, message in cases:
         with pytest.raises(GeometryError, match=message):
@@ -393,3 +398,8 @@ def test_pools_that_differ_do_not_pair() -> None:
     for local, remote, message in pairs:
         with pytest.raises(UnsupportedPairError, match=message):
             plan(geometry_of_pool(local), geometry_of_pool(remote))
+    # The halves of what vLLM packs for K of 24 and V of 16.
+    packed = Model(name="packed", layers=("full",), kv_heads=2, head_dim=20, dtype="bfloat16")
+    remote = layout(packed, LayoutOptions(num_blocks=9, kv="packed")).by_parts(lambda _: "layers.0")
+    with pytest.raises(UnsupportedPairError, match=r'"content".* 20 with 24'):
+        plan(geometry_of_pool(mha(head_dim=24, v_head_dim=16, layer_num=1)), remote)

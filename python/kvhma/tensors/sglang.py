@@ -121,11 +121,13 @@ def geometry_of_pool(
     if name in (_HYBRID, _STATE):
         states = pool if name == _STATE else pool.mamba_pool
         found.append((Group("ssm", 1), _states(states, conv, rank.get("tp_rank", 0), rank.get("tp_size", 1))))
-    layers = {
-        f"{layer_name(number)}.{part.name}": LayerTensors(index, (part,))
-        for index, (_, of_pool) in enumerate(found)
-        for number, part in of_pool
-    }
+    layers: dict[str, LayerTensors] = {}
+    for index, (_, of_pool) in enumerate(found):
+        for number, part in of_pool:
+            label = f"{layer_name(number)}.{part.name}"
+            if label in layers:
+                raise GeometryError(f"layer {label!r}: is the name of another layer too")
+            layers[label] = LayerTensors(index, (part,))
     return geometry_from_tensors([group for group, _ in found], layers, **rank)
 
 
@@ -259,11 +261,16 @@ def _shares(pool: Any, conv: Mapping[str, int] | None, tp_rank: int, tp_size: in
     for part, extent in conv.items():
         # Every rank has a single group whole.
         ranks = 1 if part in ("B", "C") and extent == pool.mamba_cache.temporal.shape[-1] else tp_size
-        if extent % ranks:
+        if ranks < 1 or extent % ranks:
             raise GeometryError(f"conv: {extent} channels of {part} cannot be cut for {ranks} ranks")
         held = extent // ranks
         shares[part] = Shard(extent, held * (tp_rank % ranks), held)
-    channels, held = pool.mamba_cache.conv[0].shape[2 + pool.conv_slice_axis], sum(s.held for s in shares.values())
-    if held != channels:
-        raise GeometryError(f"{_STATE}: {channels} channels, and {dict(conv)} gives rank {tp_rank} of {tp_size} {held}")
+    channels, held = pool.mamba_cache.conv[0].shape[2 + pool.conv_slice_axis], [s.held for s in shares.values()]
+    given = f"{dict(conv)} gives rank {tp_rank} of {tp_size} {sum(held)}"
+    if sum(held) != channels:
+        raise GeometryError(f"{_STATE}: {channels} channels, and {given}")
+    _, _, heads, size, state = pool.mamba_cache.temporal.shape
+    inner = held.pop(-1 if "v" in shares else 0)
+    if state and (inner != heads * size or len(set(held)) > 1):
+        raise GeometryError(f"{_STATE}: a state of {heads} heads of {size}, and {given}, {inner} of x or v")
     return shares
