@@ -121,3 +121,5 @@ def test_ids_are_places_and_not_the_numbers_of_an_allocator(lmcache: Any) -> Non
     other = geometry_of_objects(memory[8192:], made[0], heads=share(2, 0, 1))
     with pytest.raises(GeometryError, match="at byte -8192"):
         block_ids(other, made)
+    (part,) = geometry_of_objects(memory[8192:], made[0], heads=share(4, 1, 2)).layers[0].page.parts
+    assert (part.axes[0].start, part.axes[0].length, other.layers[0].offset) == (2, 2, 8192)

@@ -260,6 +260,8 @@ def test_only_a_whole_content_has_halves():
         (Axis("packed", 32, 4), ["kv"]),
     ):
         assert [one.name for one in Part("kv", "float32", 4, 0, (*axes, content)).halves()] == names
+    k, v = Part("kv", "uint8", 1, 7, (*axes, Axis("content", 32, 4))).halves()
+    assert (k.offset, v.offset) == (7, 7 + 16 * 4)
 
 
 def test_names_of_parts():
