@@ -103,13 +103,11 @@ def block_ids(store: Geometry, objects: Iterable[Any]) -> list[int]:
     Raises:
         GeometryError: an object with other tokens, or one that begins between two blocks.
     """
-    start, tokens, ids = store.regions[0].base + store.layers[0].offset, store.groups[0].block_size, []
-    for one in objects:
-        block, rest = divmod(one.data_ptr - start, store.layers[0].block_stride)
-        if rest or block < 0 or one.metadata.shape[2] != tokens:
-            found = f"{tuple(one.metadata.shape)} at byte {one.data_ptr - start}"
-            raise GeometryError(
-                f"object: {found}; blocks have {tokens} tokens, {store.layers[0].block_stride} bytes apart"
-            )
-        ids.append(block)
+    start, align = store.regions[0].base + store.layers[0].offset, store.layers[0].block_stride
+    tokens, ids = store.groups[0].block_size, []
+    for chunk in objects:
+        at, shape = chunk.data_ptr - start, tuple(chunk.metadata.shape)
+        if at % align or at < 0 or shape[2] != tokens:
+            raise GeometryError(f"object: {shape} at byte {at}; blocks have {tokens} tokens, {align} bytes apart")
+        ids.append(at // align)
     return ids

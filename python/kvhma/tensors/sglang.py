@@ -265,12 +265,12 @@ def _shares(pool: Any, conv: Mapping[str, int] | None, tp_rank: int, tp_size: in
             raise GeometryError(f"conv: {extent} channels of {part} cannot be cut for {ranks} ranks")
         held = extent // ranks
         shares[part] = Shard(extent, held * (tp_rank % ranks), held)
-    channels, held = pool.mamba_cache.conv[0].shape[2 + pool.conv_slice_axis], [s.held for s in shares.values()]
-    given = f"{dict(conv)} gives rank {tp_rank} of {tp_size} {sum(held)}"
-    if sum(held) != channels:
+    channels, sizes = pool.mamba_cache.conv[0].shape[2 + pool.conv_slice_axis], [s.held for s in shares.values()]
+    given = f"{dict(conv)} gives rank {tp_rank} of {tp_size} {sum(sizes)}"
+    if sum(sizes) != channels:
         raise GeometryError(f"{_STATE}: {channels} channels, and {given}")
-    _, _, heads, size, state = pool.mamba_cache.temporal.shape
-    inner = held.pop(-1 if "v" in shares else 0)
-    if state and (inner != heads * size or len(set(held)) > 1):
-        raise GeometryError(f"{_STATE}: a state of {heads} heads of {size}, and {given}, {inner} of x or v")
+    _, _, heads, width, state = pool.mamba_cache.temporal.shape
+    inner = sizes.pop(-1 if "v" in shares else 0)
+    if state and (inner != heads * width or len(set(sizes)) > 1):
+        raise GeometryError(f"{_STATE}: a state of {heads} heads of {width}, and {given}, {inner} of x or v")
     return shares
