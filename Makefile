@@ -341,7 +341,7 @@ findings: ## what real packages do that one would not guess: does each still hol
 
 .PHONY: bench-sglang
 bench-sglang: build $(SGLANG)/.ready ## ids and addresses of a request beside what SGLang computes, in benches/RESULTS_SGLANG.md
-	PYTHONPATH=python:$(SGLANG) $(E2E)/bin/python -W ignore benches/sglang_slices.py > benches/RESULTS_SGLANG.md
+	PYTHONPATH=python:tests:$(SGLANG) $(E2E)/bin/python -W ignore benches/sglang_slices.py > benches/RESULTS_SGLANG.md
 	$(BIN)/python tools/bench_stale.py --record RESULTS_SGLANG.md
 	cat benches/RESULTS_SGLANG.md
 

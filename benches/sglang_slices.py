@@ -6,20 +6,15 @@ Prints Markdown, which is benches/RESULTS_SGLANG.md. SGLang's functions run as t
 
 from __future__ import annotations
 
-import sys
 from concurrent.futures import Future
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-
-from harness import compared, in_turns, section
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.nixl.conn import expand_page_indices_for_slice
 
+from harness import compared, in_turns, section
 from kvhma import Span, plan
 from kvhma.tensors.sglang import geometry_of_pool
 from support.sglang_pools import mha, share

@@ -706,3 +706,10 @@ def test_the_allowed_sources_are_made_once(make):
     one = make()
     assert one.context.sources is one.context.sources
     assert one.context.sources == one.context.settings.sources(has_secret=one.context.secrets.enabled)
+
+
+def test_the_handshake_of_another_connector_is_answered_by_nobody_and_said(p, caplog):
+    p.serve({})
+    assert not caplog.records
+    p.serve({(0, 0): SimpleNamespace()})
+    assert "answers no other engine. Under MultiConnector list kvhma first" in caplog.text

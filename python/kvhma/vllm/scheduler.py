@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+logger = logging.getLogger("vllm.kvhma")
 
 _END_SECONDS = 5e-4
 """How long a step that has nothing else to do waits for a lease to end. It is short, since a new request may come."""
@@ -109,6 +111,11 @@ class KvhmaScheduler:
         if found:
             self.context.geometry = decode_handshake(found[min(found)].data).geometry
             self.prefill.serve(found)
+        elif hellos:
+            logger.warning(
+                "kvhma: this engine publishes the handshake of another connector, so it answers no other engine. Under "
+                "MultiConnector list kvhma first"
+            )
 
     def reset_cache(self) -> None:
         """Free all that this engine holds for other engines: vLLM resets its caches, as for other weights."""
