@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Package: nixl 1.5.1, its POSIX plugin (Linux AIO) on Linux.
 # Behaviour: a descriptor of up to 2,147,479,552 bytes moves. One byte more is accepted and posted, then the transfer
-#   fails as NIXL_ERR_BACKEND, after the first 2,147,479,552 bytes were moved: Linux moves no more in one call.
+#   fails as NIXL_ERR_BACKEND: Linux moves no more in one call. Several descriptors may be longer together.
 # One would guess: lengths have 64 bits, and the plugin continues after a short write, or cuts.
 # Bites: whoever stores a cache by region, as one descriptor each. It works in a test, and not with a cache of real size.
-# Writes zeros that were never touched to /dev/null, so it needs neither memory nor disk. A file ends the same way.
+# Writes zeros that were never touched to /dev/null, so it needs neither memory nor disk.
 # Downloads: nixl, nixl-cu12 and numpy from PyPI.
 . "$(dirname "$0")/packages.sh"
 python=$(python_with --no-deps nixl==1.5.1 nixl-cu12==1.5.1 numpy==2.3.5)

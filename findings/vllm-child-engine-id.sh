@@ -4,7 +4,7 @@
 # value, with one exception: engine_id is the parent's. A child that sets its own engine_id is a TypeError ("multiple
 # values"), although the code asks the child for it first.
 # One would have guessed: children inherit what they leave out, and override what they set.
-# Bites: who sets kv_load_failure_policy or kv_buffer_device once, outside: children have "fail" and the platform's device.
+# Bites: who sets kv_load_failure_policy or kv_port once, outside: children have the defaults.
 # Two children that need distinct engine ids cannot have them.
 . "$(dirname "$0")/packages.sh"
 python=$(vllm_with 0.32.0)
