@@ -306,8 +306,8 @@ class Geometry:
     def by_parts(self, layer_name: Callable[[str], str] = str) -> Geometry:
         """Describe each part as a separate layer, named ``LAYER.PART``: for engines that keep a layer's parts apart.
 
-        A ``kv`` with heads becomes ``k`` and ``v``, which are the halves of its content. Equal bytes move, in as few
-        descriptors. If V is smaller than K, the halves are not K and V: they meet only halves of equal sizes.
+        A ``kv`` with heads becomes ``k`` and ``v``, the halves of its content. If both sides are described so, the same
+        copies move. If V is smaller than K, the halves are not K and V, and they pair only with halves of equal sizes.
 
         Args:
             layer_name: makes the name that layers of both engines meet by, from a layer's name here.
