@@ -231,8 +231,8 @@ class Layer:
         region: index into `Geometry.regions`; layers of different groups may alias the same bytes.
         offset: bytes from the region's base to the page of block 0.
         num_blocks: logical blocks, including the null block.
-        block_stride: bytes between logical blocks. The blocks of two layers may be interleaved but must not share
-            bytes. This is not checked here; a request that would write a byte twice is refused.
+        block_stride: bytes between logical blocks. Blocks may be interleaved, but those in use must not share bytes.
+            This is not checked here; a request that would write a byte twice is refused.
         page: the content of a page.
         kernel_stride: bytes between the kernel blocks of a logical block; None for ``block_stride / ratio``.
     """
