@@ -13,15 +13,10 @@ from pathlib import Path
 import pytest
 
 from support.engines import Engine, EngineFailed, Zygote
-from support.waiting import until
+from support.waiting import runs, until
 
 TESTS = Path(__file__).resolve().parents[1]
 PROMPT = list(range(100))
-
-
-def runs(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.smoke

@@ -19,7 +19,7 @@ from kvhma.nixl.library import make_descriptors
 from support.flat import flat_geometry, labelled, rows_of
 from support.waiting import HANG_SECONDS, until
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.nixl
 PAGE = 4096
 PAGES = 64
 ALL = list(range(PAGES))

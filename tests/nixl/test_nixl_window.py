@@ -14,7 +14,7 @@ from kvhma.nixl.window import LEAST_WINDOW_BYTES, WINDOW_BYTES
 from support.flat import flat_geometry, labelled
 from support.waiting import HANG_SECONDS, until
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.nixl
 PAGES = 4096
 SIZE = PAGES * 4096
 """Four windows."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 ResultT = TypeVar("ResultT")
@@ -24,3 +25,11 @@ def until(condition: Callable[[], ResultT], step: Callable[[], object] = lambda:
         assert time.monotonic() < end, f"not so after {HANG_SECONDS:.0f} s"
         step()
     return found
+
+
+def runs(pid: int) -> bool:
+    """Return whether a process exists and has not ended. It may end at any moment, also while its file is read."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

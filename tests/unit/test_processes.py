@@ -18,7 +18,7 @@ import click
 import pytest
 
 from kvhma.cli import processes
-from support.waiting import until
+from support.waiting import runs, until
 
 ENGINE = """
 import http.server, os, signal, sys, threading, time
@@ -117,13 +117,6 @@ class Pair:
     @property
     def left(self) -> list[int]:
         return [pid for pid in self.pids if runs(pid)]
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
