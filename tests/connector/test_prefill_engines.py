@@ -53,7 +53,7 @@ class World:
         self.geometry = flat_geometry(*self.memory)
         self.agent = self.make_agent("D")
         self.counted = Counted()
-        read = Settings.read({"handshake_timeout": 1, **settings})
+        read = Settings.read({"handshake_timeout": 10, **settings})
         context = WorkerContext(read, secrets, "d", identity, self.geometry, self.agent)
         self.engines = PrefillEngines(context, self.counted)
         self.listeners: list[Listener] = []
@@ -298,7 +298,8 @@ def test_handshakes_with_an_engine_of_the_operator_are_bounded(worlds, silent):
     assert world.counted.numbers["refused_engines"] == 1
 
 
-def test_an_engine_has_no_more_time_the_more_ranks_it_says_it_has(world, monkeypatch):
+def test_an_engine_has_no_more_time_the_more_ranks_it_says_it_has(worlds, monkeypatch):
+    world = worlds(handshake_timeout=1)
     clock = [1000.0]
     monkeypatch.setattr(prefill_engines.time, "monotonic", lambda: clock[0])
     asked = []
