@@ -58,10 +58,10 @@ PROSE = (
     "python",
     "rust",
     "tests",
-    "tools benches examples conformance",
+    "tools benches examples conformance findings",
 )
-MADE = ("benches/audit/", "tools/words.py")
-"""What programs write, and what has the words to find them."""
+SELF = "tools/words.py"
+"""It has the words that it looks for."""
 LEFT = {"tests": 6}
 """How many places of each folder are still to be rewritten. They only become fewer."""
 
@@ -138,7 +138,7 @@ def written(root: Path, folders: str) -> set[tuple[str, int, str]]:
     found: set[tuple[str, int, str]] = set()
     for path in _files(root, folders):
         file = path.relative_to(root).as_posix()
-        if path.suffix in (".md", ".py", ".pyi", ".rs") and not file.startswith(MADE):
+        if path.suffix in (".md", ".py", ".pyi", ".rs") and not file.startswith(SELF):
             found |= {(file, line, reason) for line, reason in prose(path)}
             if path.suffix == ".py" and file.startswith(PRONOUN_FOLDER):
                 pronouns = PRONOUNS.split()
