@@ -1,7 +1,26 @@
 # Sourced by each script: `python_with PIN...` prints a Python that has these packages, and nothing of this repository.
 # The environments are kept below a temporary folder, so that scripts with equal pins install once.
 set -eu
+findings=$(cd "$(dirname "$0")" && pwd)
 cd "${TMPDIR:-/tmp}"
+
+# `hosts NAME...` makes a network namespace for each name, which is then a variable, and `folder` for files.
+# They are deleted at the end. It ends the script with 77 where that is not possible.
+hosts() {
+    if [ "$(id -u)" != 0 ] || ! ip netns add kvf-probe 2> /dev/null; then
+        echo "it needs root and ip netns"
+        exit 77
+    fi
+    ip netns del kvf-probe
+    folder=$(mktemp -d) made=""
+    trap 'for name in $made; do ip netns del "$name" 2> /dev/null || :; done; rm -rf "$folder"' EXIT
+    for host; do
+        eval "$host=kvf-$host-$$"
+        made="$made kvf-$host-$$"
+        ip netns add "kvf-$host-$$"
+        ip -n "kvf-$host-$$" link set dev lo up
+    done
+}
 
 python_with() {
     folder="${TMPDIR:-/tmp}/findings/$(printf '%s\n' "$@" | sha256sum | cut -c1-16)"

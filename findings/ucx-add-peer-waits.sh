@@ -9,23 +9,13 @@
 # Needs: root and `ip netns`. Its namespaces are deleted at the end. The script lets the kernel give up after 7 s.
 # Downloads: nixl, nixl-cu12 and numpy from PyPI.
 . "$(dirname "$0")/packages.sh"
-if [ "$(id -u)" != 0 ] || ! ip netns add kvf-probe 2> /dev/null; then
-    echo "it needs root and ip netns"
-    exit 77
-fi
-ip netns del kvf-probe
+hosts p d
 python=$(python_with --no-deps nixl==1.5.1 nixl-cu12==1.5.1 numpy==2.3.5)
-folder=$(mktemp -d)
-p="kvf-p-$$" d="kvf-d-$$"
-trap 'for name in "$p" "$d"; do ip netns del "$name" 2> /dev/null || :; done; rm -rf "$folder"' EXIT
-ip netns add "$p"
-ip netns add "$d"
 # Two networks: eth0 works, and on eth1 an agent's address is one that nobody answers.
 for link in eth0 eth1; do
     ip link add name "$link" netns "$p" type veth peer name "$link" netns "$d"
     for name in "$p" "$d"; do ip -n "$name" link set dev "$link" up; done
 done
-for name in "$p" "$d"; do ip -n "$name" link set dev lo up; done
 ip -n "$p" addr add 10.71.0.1/24 dev eth0
 ip -n "$d" addr add 10.71.0.2/24 dev eth0
 ip -n "$p" addr add 10.72.0.1/24 dev eth1

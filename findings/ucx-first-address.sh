@@ -9,22 +9,10 @@
 # Needs: root and `ip netns`. Its namespaces are deleted at the end.
 # Downloads: nixl, nixl-cu12 and numpy from PyPI.
 . "$(dirname "$0")/packages.sh"
-if [ "$(id -u)" != 0 ] || ! ip netns add kvf-probe 2> /dev/null; then
-    echo "it needs root and ip netns"
-    exit 77
-fi
-ip netns del kvf-probe
+hosts p d
 python=$(python_with --no-deps nixl==1.5.1 nixl-cu12==1.5.1 numpy==2.3.5)
-folder=$(mktemp -d)
-p="kvf-p-$$" d="kvf-d-$$"
-trap 'for name in "$p" "$d"; do ip netns del "$name" 2> /dev/null || :; done; rm -rf "$folder"' EXIT
-ip netns add "$p"
-ip netns add "$d"
 ip link add name eth0 netns "$p" type veth peer name eth0 netns "$d"
-for name in "$p" "$d"; do
-    ip -n "$name" link set dev lo up
-    ip -n "$name" link set dev eth0 up
-done
+for name in "$p" "$d"; do ip -n "$name" link set dev eth0 up; done
 ip -n "$d" addr add 10.71.0.2/24 dev eth0
 cat > "$folder/one.py" <<'EOF'
 import os

@@ -9,20 +9,9 @@
 # Needs: root and `ip netns`. Its namespaces are deleted at the end. Takes about 70 s.
 # Downloads: nixl, nixl-cu12 and numpy from PyPI.
 . "$(dirname "$0")/packages.sh"
-if [ "$(id -u)" != 0 ] || ! ip netns add kvf-probe 2> /dev/null; then
-    echo "it needs root and ip netns"
-    exit 77
-fi
-ip netns del kvf-probe
+hosts p s d
 python=$(python_with --no-deps nixl==1.5.1 nixl-cu12==1.5.1 numpy==2.3.5)
-folder=$(mktemp -d)
-p="kvf-p-$$" s="kvf-s-$$" d="kvf-d-$$"
-trap 'for name in "$p" "$s" "$d"; do ip netns del "$name" 2> /dev/null || :; done; rm -rf "$folder"' EXIT
 # Two hosts on one switch. A port that leaves the switch loses everything; both hosts' links stay up.
-for name in "$p" "$s" "$d"; do
-    ip netns add "$name"
-    ip -n "$name" link set dev lo up
-done
 ip -n "$s" link add name switch type bridge
 ip -n "$s" link set dev switch up
 for side in p d; do

