@@ -335,6 +335,12 @@ $(REPLAY)/.ready:
 	touch $@
 
 TRACE := ../shared/traces/mooncake_conversation_first3600.jsonl
+.PHONY: bench-replay
+bench-replay: dev $(REPLAY)/.ready ## kvhma replay beside two simulators on a million requests, in benches/RESULTS_REPLAY.md (TRACE=Mooncake's form)
+	$(BIN)/python benches/replay.py $(TRACE) $(REPLAY)/bin/python $(ARGS) > benches/RESULTS_REPLAY.md
+	$(BIN)/python tools/bench_stale.py --record RESULTS_REPLAY.md
+	cat benches/RESULTS_REPLAY.md
+
 .PHONY: findings
 findings: ## what real packages do that one would not guess: does each still hold (installs pinned packages, an hour)
 	sh findings/run.sh
@@ -344,12 +350,6 @@ bench-sglang: build $(SGLANG)/.ready ## ids and addresses of a request beside wh
 	PYTHONPATH=python:tests:$(SGLANG) $(E2E)/bin/python -W ignore benches/sglang_slices.py > benches/RESULTS_SGLANG.md
 	$(BIN)/python tools/bench_stale.py --record RESULTS_SGLANG.md
 	cat benches/RESULTS_SGLANG.md
-
-.PHONY: bench-replay
-bench-replay: dev $(REPLAY)/.ready ## kvhma replay beside two simulators on a million requests, in benches/RESULTS_REPLAY.md (TRACE=Mooncake's form)
-	$(BIN)/python benches/replay.py $(TRACE) $(REPLAY)/bin/python $(ARGS) > benches/RESULTS_REPLAY.md
-	$(BIN)/python tools/bench_stale.py --record RESULTS_REPLAY.md
-	cat benches/RESULTS_REPLAY.md
 
 .PHONY: bench-stale
 bench-stale: dev ## which results of benchmarks are older than what they measure (ARGS=--fail: as a release does)

@@ -86,16 +86,17 @@ def main() -> None:
         20,
     )
     rows = [
-        ("a plan, once a pair", "plan", "", ""),
+        ("a plan, once a pair", "plan", None, ""),
         ("ids for prepared lists", "ids", "nixl", "`expand_page_indices_for_slice`, NIXL"),
         ("copies of two arrays of so many ids, the floor", "floor", "nixl", "the same"),
         ("addresses", "addresses", "mooncake", "`send_kvcache_slice`, Mooncake, its default"),
     ]
-    cells = [
-        (what, f"{seconds[ours] * 1e3:.2f}", name, f"{seconds[theirs] * 1e3:.2f}", compared([seconds[theirs] / seconds[ours]]))
-        if theirs else (what, f"{seconds[ours] * 1e3:.2f}", "", "", "")
-        for what, ours, theirs, name in rows
-    ]  # fmt: skip
+    cells = []
+    for what, own, rival, name in rows:
+        ratio = (
+            ("", "") if rival is None else (f"{seconds[rival] * 1e3:.2f}", compared([seconds[rival] / seconds[own]]))
+        )
+        cells.append((what, f"{seconds[own] * 1e3:.2f}", name, *ratio))
     title = f"{LAYERS} layers, {SLOTS:,} slots in pages of {PAGE}, TP 2 to 4: {len(ours):,} descriptors"
     note = "Both move the same bytes, which the benchmark compares. Pages are in random order, in ms, the best of 20 bursts."
     section(title, ("what", "kvhma", "SGLang 0.5.23", "ms", "its time / kvhma's"), cells, note)

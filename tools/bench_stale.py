@@ -18,17 +18,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CORE = ("python/kvhma/*.py", "python/kvhma/nixl", "python/kvhma/tensors", "rust")
+CONNECTOR = (*CORE, "python/kvhma/vllm")
 MEASURED = {
     "RESULTS.md": (*CORE, "benches/ratios.py"),
     "RESULTS_DIGESTS.md": ("python/kvhma/digests.py", "benches/digests.py"),
-    "RESULTS_E2E.md": (*CORE, "python/kvhma/vllm", "benches/connectors.py", "benches/handoffs"),
-    "RESULTS_FOLLOWING.md": (*CORE, "python/kvhma/vllm", "benches/following.py"),
+    "RESULTS_E2E.md": (*CONNECTOR, "benches/connectors.py", "benches/handoffs"),
+    "RESULTS_FOLLOWING.md": (*CONNECTOR, "benches/following.py"),
     "RESULTS_GPU.md": (*CORE, "python/kvhma/vllm/device", "tests/gpu"),
     "RESULTS_LISTENER.md": ("python/kvhma/vllm/peers", "python/kvhma/vllm/wire", "benches/listener.py"),
-    "RESULTS_SGLANG.md": ("python/kvhma/tensors", "rust/core/src", "benches/sglang_slices.py"),
     "RESULTS_REPLAY.md": ("python/kvhma/replay", "python/kvhma/costs.py", "rust/core/src/replay*", "benches/replay.py"),
-    "RESULTS_SCHEDULER.md": (*CORE, "python/kvhma/vllm", "benches/scheduler_time.py"),
-    "RESULTS_SERVE.md": (*CORE, "python/kvhma/vllm", "python/kvhma/proxy", "benches/serve.py"),
+    "RESULTS_SCHEDULER.md": (*CONNECTOR, "benches/scheduler_time.py"),
+    "RESULTS_SERVE.md": (*CONNECTOR, "python/kvhma/proxy", "benches/serve.py"),
+    "RESULTS_SGLANG.md": ("python/kvhma/tensors", "rust/core/src", "benches/sglang_slices.py"),
     "RESULTS_SHAPES.md": (*CORE, "benches/shapes.py"),
     "RESULTS_WINDOW.md": ("python/kvhma/nixl", "benches/window.py"),
 }

@@ -60,8 +60,6 @@ PROSE = (
     "tests",
     "tools benches examples conformance findings",
 )
-SELF = "tools/words.py"
-"""It has the words that it looks for."""
 LEFT = {"tests": 6}
 """How many places of each folder are still to be rewritten. They only become fewer."""
 
@@ -138,7 +136,7 @@ def written(root: Path, folders: str) -> set[tuple[str, int, str]]:
     found: set[tuple[str, int, str]] = set()
     for path in _files(root, folders):
         file = path.relative_to(root).as_posix()
-        if path.suffix in (".md", ".py", ".pyi", ".rs") and not file.startswith(SELF):
+        if path.suffix in (".md", ".py", ".pyi", ".rs") and file != "tools/words.py":  # it has the words
             found |= {(file, line, reason) for line, reason in prose(path)}
             if path.suffix == ".py" and file.startswith(PRONOUN_FOLDER):
                 pronouns = PRONOUNS.split()

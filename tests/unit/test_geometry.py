@@ -242,9 +242,9 @@ def test_packed_and_split_meet_as_parts():
 def test_where_the_halves_of_a_packed_part_are():
     """As vLLM's kernels write them: K of a token and head, and V of it behind that."""
     small = Model(name="small", layers=("full",), kv_heads=2, head_dim=8, dtype="bfloat16")
-    (packed,) = layout(small, LayoutOptions(num_blocks=3, kv="packed")).layers
-    parts = [one.page.parts[0] for one in layout(small, LayoutOptions(num_blocks=3, kv="packed")).by_parts().layers]
-    (kv,) = packed.page.parts
+    packed = layout(small, LayoutOptions(num_blocks=3, kv="packed"))
+    parts = [layer.page.parts[0] for layer in packed.by_parts().layers]
+    (kv,) = packed.layers[0].page.parts
     assert [(part.name, part.offset - kv.offset, part.axes[2].extent) for part in parts] == [("k", 0, 8), ("v", 16, 8)]
     assert {part.axes[:2] for part in parts} == {kv.axes[:2]}
 

@@ -70,14 +70,10 @@ def geometry_of_objects(
         raise GeometryError(f"heads is {heads}, and the object is {meta.fmt.name} of {width} items a token")
     item = meta.dtype.itemsize
     row = width * item
-    axes: tuple[Axis, ...] = (Axis("tokens", tokens, row), Axis("content", width, item))
+    content = width if heads is None else width // heads.held
+    axes: tuple[Axis, ...] = (Axis("tokens", tokens, row), Axis("content", content, item))
     if heads is not None:
-        content = width // heads.held
-        axes = (
-            Axis("heads", heads.extent, content * item, heads.start, heads.held),
-            Axis("tokens", tokens, row),
-            Axis("content", content, item),
-        )
+        axes = (Axis("heads", heads.extent, content * item, heads.start, heads.held), *axes)
     regions, places = locate({"memory": memory})
     num_blocks = (memory.numel() - len(names) * num_layers * tokens * row) // align + 1
     dtype = str(meta.dtype).removeprefix("torch.")
