@@ -24,13 +24,16 @@ from kvhma.errors import GeometryError
 from kvhma.geometry import Axis, Geometry, Group, Layer, Page, Part, Region, Span
 from kvhma.nixl import agent as agent_module
 from kvhma.tensors import indices
+from kvhma.tensors.copying import copy_rows
 from kvhma.tensors.storages import Storages
 from kvhma.vllm import KvhmaConnector, connector
 from kvhma.vllm.caches.formats import Writer
 from kvhma.vllm.config import engine_config
+from kvhma.vllm.config.settings import Settings
 from kvhma.vllm.device import accelerator, memory
 from kvhma.vllm.holds.lease_table import LeaseTable
 from kvhma.vllm.metadata import ReadCommand, StepMetadata
+from kvhma.vllm.options.copies import worker as copies_room
 from kvhma.vllm.options.staging import pool as pool_module
 from kvhma.vllm.options.staging.slots import NAME, SlotRanges
 from kvhma.vllm.peers.server import Listener, LocalEngine
@@ -129,7 +132,7 @@ class Prefill(Engine):
             self.address,
             LocalEngine("p", self.instance, {(0, 0): (hello.data, hello.private_key)}),
             leases=self.leases,
-            secrets=Secrets(),
+            secrets=Secrets.load(Settings()),
             counters=Counted(),
         )
 
@@ -434,11 +437,26 @@ def test_blocks_are_permuted_and_no_thread_waits(copies):
     assert {call.what for call in copies.calls} & {"synchronize", "wait for an event"} == set()
 
 
+def launch_on_host(own, source, local, remote):
+    """The copy of the simulated device, whose memory is the host's."""
+    own.contents = [plain(content).numpy() for content in own.contents]
+    copy_rows(own, source, local, remote)
+
+
 @pytest.mark.usefixtures("copies")
-@pytest.mark.parametrize(("place", "permuted"), [(on_device, 2), (lambda cache: cache, 0)])
-def test_a_device_permutes_shorter_blocks_of_p(start, place, permuted):
-    """P has each head of a block of 8 tokens in one place; D's blocks have 16 tokens of a head in one."""
-    p, d = start(Prefill, block=8, place=place), start(Engine, "d", place=place)
+@pytest.mark.parametrize(
+    ("place", "permuted", "copied"),
+    [(on_device, 2, False), (on_device, 0, True), (lambda cache: cache, 0, False), (lambda cache: cache, 0, True)],
+)
+def test_a_device_permutes_shorter_blocks_of_p(start, place, permuted, copied, monkeypatch):
+    """P has each head of a block of 8 tokens in one place; D's blocks have 16 tokens of a head in one.
+
+    If D copies, rows are cheap, so nothing is permuted.
+    """
+    monkeypatch.setenv("KVHMA_SECRET", "a secret of at least 16 bytes")
+    monkeypatch.setattr(copies_room, "launch_copy", launch_on_host)
+    extra = {"backends": ["copy", "UCX"]} if copied else {}
+    p, d = start(Prefill, block=8, place=place, **extra), start(Engine, "d", place=place, **extra)
     expected, theirs = [cache.clone() for cache in d.caches], [3, 1, 6, 2, 5]
     for token in range(3 * BLOCK):
         for of_d, of_p in zip(expected, p.caches, strict=True):
@@ -451,6 +469,7 @@ def test_a_device_permutes_shorter_blocks_of_p(start, place, permuted):
     until(lambda: d.connector._worker._pump._reads == [])
     stats = d.connector.get_kv_connector_stats().data
     assert stats.get("permuted_bytes", 0) == nbytes
+    assert stats.get("copied_bytes", 0) == (stats["bytes"][0] if copied else 0)
 
 
 def test_what_is_simulated_is_torchs():

@@ -6,102 +6,26 @@ Both halves of the connector as vLLM makes them, real agents and a real listener
 
 import contextlib
 import time
-from typing import Any
 
 import pytest
 
-base = pytest.importorskip(
-    "vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it"
-)
+pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.base", reason="needs vLLM; make connector runs it")
 torch = pytest.importorskip("torch", reason="needs torch; make connector runs it")
 
 import vllm
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvhma.errors import TransferError, UnsupportedPairError
 from kvhma.nixl import decode_handshake
 from kvhma.versions import series
 from kvhma.vllm import KvhmaConnector
-from kvhma.vllm.holds.held_blocks import hold_blocks
-from kvhma.vllm.metadata import StepMetadata
-from kvhma.vllm.wire.params import Address, LeaseKey, PrefillParams, random_id
 from support.cache.engine import own_config_of
-from support.engines.engine import free_port
-from support.schedulers import kept, manager
-from support.waiting import until
-from support.workers import DIGEST, load, params
+from support.connector_engine import SCHEDULER, WORKER, Engine, assert_read
+from support.schedulers import kept
 
-BLOCKS, TOKENS = 16, 32
 ASKS = series(vllm.__version__) >= (0, 33)
-WORKER, SCHEDULER = base.KVConnectorRole.WORKER, base.KVConnectorRole.SCHEDULER
-
-
-class Engine:
-    """One engine of one rank and one layer, without a model."""
-
-    def __init__(self, name: str) -> None:
-        self.address = Address("127.0.0.1", free_port())
-        place = {"side_channel_host": self.address.host, "side_channel_port": self.address.port}
-        config = own_config_of(name, handshake_timeout=2, model_id="m", **place)
-        spec = FullAttentionSpec(block_size=TOKENS, num_kv_heads=2, head_size=16, dtype=torch.float32)
-        layout = KVCacheConfig(
-            num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
-        )
-        self.cache = torch.zeros(BLOCKS, 2, TOKENS, 32)
-        self.worker = KvhmaConnector(config, WORKER, layout)
-        self.scheduler = KvhmaConnector(config, SCHEDULER, layout)
-        self.worker.register_kv_caches({"layer": self.cache})
-        self.scheduler._scheduler.context.manager = manager(BLOCKS)
-        self.publish()
-
-    def publish(self) -> None:
-        """What vLLM does when the caches are there, and again after a wake-up."""
-        hello = self.worker.get_handshake_metadata()
-        self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): hello})
-
-    @property
-    def leases(self):
-        return self.scheduler._scheduler.context.leases
-
-    def wake(self, *, other_bytes: bool = True) -> None:
-        if other_bytes:
-            self.cache.normal_()
-        self.worker.restore_kv_caches()
-        self.publish()
-
-    def hold(self, name: str, blocks: list[int]) -> PrefillParams:
-        """Parameters of a request whose blocks P holds."""
-        key = LeaseKey(name, random_id())
-        scheduler = self.scheduler._scheduler
-        self.leases.hold(key, DIGEST, *hold_blocks(scheduler.context.manager, None, [blocks], 0))
-        found = params(self.address, key, blocks, instance=scheduler.prefill._incarnation_id)
-        return found._replace(engine_id=self.scheduler._engine_id, num_tokens=TOKENS * len(blocks))
-
-    def order(self, name: str, remote: PrefillParams, blocks: list[int]) -> None:
-        self.worker.bind_connector_metadata(StepMetadata([load(name, remote, blocks)]))
-        self.worker.start_load_kv(None)
-
-    def ended(self) -> str | None:
-        """Wait until one load has ended; return why it failed, None if it did not."""
-
-        def collected() -> tuple[Any, Any] | None:
-            results = self.worker.get_transfer_results(set())
-            report = self.worker.build_connector_worker_meta()
-            return (results, report) if results.finished_recving else None
-
-        results, report = until(collected)
-        (name,) = results.finished_recving
-        return report.failures[name].cause if results.failed_recving else None
-
-    def load(self, name: str, remote: PrefillParams, blocks: list[int]) -> str | None:
-        self.order(name, remote, blocks)
-        return self.ended()
-
-    def close(self) -> None:
-        self.worker.shutdown()
-        self.scheduler.shutdown()
 
 
 @pytest.fixture
@@ -111,12 +35,6 @@ def pair():
     yield p, d
     p.close()
     d.close()
-
-
-def assert_read(p: Engine, d: Engine, name: str) -> None:
-    """D reads a new request of P right."""
-    assert d.load(name, p.hold(name, [3, 5, 4]), [1, 2, 3]) is None
-    assert torch.equal(d.cache[[1, 2, 3]], p.cache[[3, 5, 4]])
 
 
 def test_nothing_that_p_handed_out_before_it_slept_is_read_afterwards(pair):

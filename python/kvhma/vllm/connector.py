@@ -213,7 +213,11 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         config = self._vllm_config
         self._caches = kv_caches
         place = rank_info_of(config)
-        memory = self._describe(kv_caches, place)
+        caches = self._transferred(kv_caches)
+        said: dict[str, Any] = {}
+        for room in find_rooms("worker", self._options):
+            said |= room.share(caches, authenticated=self._secrets.enabled)
+        memory = self._describe(caches, place)
         geometry = memory.geometry
         parallel = config.parallel_config
         private_key, public_key = new_agent_key()
@@ -226,7 +230,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         board_place, board_file = (None, None) if board is None else (board.place, board.file)
         # Memory keeps its weights while the engine sleeps; the files may change.
         self._identity = identity = self._identity or identity_of(config, self._settings, kv_caches)
-        extra = encode_extra(identity, vllm=vllm.__version__, place=board_place)
+        extra = encode_extra(identity, vllm=vllm.__version__, place=board_place, options=said)
         self._worker_identity = LocalWorkerIdentity(agent.handshake_payload(geometry, extra), private_key, board_file)
         context = WorkerContext(
             self._settings,
@@ -273,12 +277,16 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None and self._caches:
             self.register_kv_caches(self._caches)
 
-    def _describe(self, kv_caches: dict[str, torch.Tensor], place: RankInfo) -> Memory:
-        """Return the memory in which other engines read the transferred caches."""
-        config, layout = self._vllm_config, self._kv_cache_config
+    def _transferred(self, kv_caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the caches that are transferred."""
+        layout = self._kv_cache_config
         groups = (layout.kv_cache_groups[index] for index in transferred_groups(layout))
         names = {name for group in groups for name in group.layer_names}
-        caches = {name: cache for name, cache in kv_caches.items() if name in names}
+        return {name: cache for name, cache in kv_caches.items() if name in names}
+
+    def _describe(self, caches: dict[str, torch.Tensor], place: RankInfo) -> Memory:
+        """Return the memory in which other engines read the transferred caches."""
+        config, layout = self._vllm_config, self._kv_cache_config
         geometry = geometry_of(layout, caches, place, writer=writer_of(config))
         for room in find_rooms("worker", self._options):
             memory: Memory | None = room.memory_of(geometry, caches, config, layout, self._settings)
@@ -292,7 +300,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         choose_devices(settings, advertised)
         copies = on_host and self._kv_transfer_config.is_kv_consumer
         delay = READER_PROGRESS_DELAY_US if copies else PROGRESS_DELAY_US
-        options = AgentOptions(settings.backends, settings.num_threads, delay, package=nixl_package())
+        options = AgentOptions(settings.nixl_backends, settings.num_threads, delay, package=nixl_package())
         before = listening_sockets()
         agent = Agent(f"{name}-{key_hash(public_key)}", options, public_key=public_key)
         warn_of_open_ports(listening_sockets() - before)
@@ -369,7 +377,7 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
         """Whether vLLM may remap the caches: only with UCX alone, which keeps no state of a closed agent."""
-        return Settings.read(kv_transfer_config.kv_connector_extra_config).backends == ("UCX",)
+        return Settings.read(kv_transfer_config.kv_connector_extra_config).nixl_backends == ("UCX",)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

@@ -33,7 +33,7 @@ from kvhma.vllm.caches.module_values import built_layers, held_modules
 from kvhma.vllm.config.engine_facts import EngineFacts
 from kvhma.vllm.config.identity import TOKENS, ModelIdentity
 from kvhma.vllm.config.rooms import WITHOUT_SETTING, check_installed, find_rooms
-from kvhma.vllm.config.settings import Settings
+from kvhma.vllm.config.settings import COPY, Settings
 from kvhma.vllm.config.weight_digests import SECONDS
 from kvhma.vllm.config.weight_files import digest_weights
 from kvhma.vllm.wire.params import Address
@@ -153,6 +153,7 @@ def options_of(config: VllmConfig, settings: Settings) -> tuple[str, ...]:
         "pictures": f"mm_items is {settings.mm_items!r}" if settings.trusts_items else "",
         "staging": f"kv_buffer_device is {HOST!r}" if host_staged(config) else "",
         "digests": f"content_digests is {settings.content_digests}" if settings.content_digests else "",
+        "copies": f"backends names {COPY!r}" if COPY in settings.backends else "",
         "trace": f"trace_out is {settings.trace_out!r}" if settings.trace_out else "",
         "spans": "otlp_traces_endpoint is set" if config.observability_config.otlp_traces_endpoint else "",
     }

@@ -6,7 +6,9 @@ Caches of two fine-tunes of the same shape pair layer by layer. Only the names o
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any
 
 import msgspec
 
@@ -70,11 +72,16 @@ class EngineExtra(msgspec.Struct, frozen=True, omit_defaults=True):
     kvhma: Text
     place: Annotated[int, msgspec.Meta(ge=0, lt=BOARD_PLACES)] | None = None
     """Of the worker's :class:`kvhma.vllm.wire.lease_board.LeaseBoard`; None if the worker has no board."""
+    options: Annotated[dict[Field, msgspec.Raw], msgspec.Meta(max_length=64)] = {}
+    """What options say to other engines, by option; each reads and bounds its own."""
 
 
-def encode_extra(identity: ModelIdentity, *, vllm: str, place: int | None = None) -> bytes:
+def encode_extra(
+    identity: ModelIdentity, *, vllm: str, place: int | None = None, options: Mapping[str, Any] = MappingProxyType({})
+) -> bytes:
     """Return the extra bytes of a worker identity; `vllm` is its version, `place` that of its lease board."""
-    return msgspec.json.encode(EngineExtra(identity, vllm, __version__, place))
+    said = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in options.items()}
+    return msgspec.json.encode(EngineExtra(identity, vllm, __version__, place, said))
 
 
 def decode_extra(data: bytes) -> EngineExtra:

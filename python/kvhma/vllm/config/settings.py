@@ -107,6 +107,8 @@ def _allowed_engines(value: Any) -> tuple[AllowedEngines, ...] | str:
 def _names(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not value or not all(isinstance(name, str) and name for name in value):
         raise ValueError(value)
+    if set(value) == {COPY}:  # NIXL still reads what shows that P held the blocks
+        raise ValueError(value)
     return tuple(value)
 
 
@@ -118,6 +120,9 @@ def _share(value: Any) -> float:
     share: float = _number(float, 0, 1).read(value)
     return share
 
+
+COPY = "copy"
+"""Among the `backends`: rows of peers whose memory can be mapped are copied."""
 
 _SHARES = {"off": 0.0, "all": 1.0}
 _FLAG = _instance(bool)
@@ -207,7 +212,11 @@ class Settings:
         "([why](#engines-that-are-not-used))",
     )
     backends: tuple[str, ...] = _row(
-        ("UCX",), Kind("a list of names", _names), "NIXL's transports, in order of preference", shown='`["UCX"]`'
+        ("UCX",),
+        Kind("a list of names with a transport of NIXL", _names),
+        'NIXL\'s transports, in order of preference. With `"copy"` among them engines of one host that share a secret '
+        "[copy rows](vllm-devices.md#engines-of-one-host) instead, where memory can be mapped",
+        shown='`["UCX"]`',
     )
     num_threads: int = _row(0, _number(int, 0, 256), "transport threads of NIXL")
     side_channel_host: str | None = _row(
@@ -300,6 +309,11 @@ class Settings:
             raise _wrong("advertised_host", host, "one address, which other engines reach")
         ignored = (f"{name} ({why})" for name, (off, why) in _UPSTREAM.items() if extra.get(name, off) != off)
         return cls(**given, ignored=tuple(ignored))
+
+    @property
+    def nixl_backends(self) -> tuple[str, ...]:
+        """NIXL's transports."""
+        return tuple(name for name in self.backends if name != COPY)
 
     @property
     def trusts_items(self) -> bool:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvhma.geometry import Geometry, Span
+    from kvhma.nixl import Peer
     from kvhma.vllm.config.settings import Settings
     from kvhma.vllm.device.memory import Memory
     from kvhma.vllm.metadata import ReadCommand, StepMetadata, WorkerReport
@@ -161,6 +162,17 @@ class WorkerDoor:
     @classmethod
     def memory_of(cls, geometry: Geometry, caches: Mapping[str, torch.Tensor], *configured: Any) -> Memory | None:
         """Return the memory that is registered instead of the caches; `configured` is as for `SchedulerDoor.facts`."""
+
+    @classmethod
+    def share(cls, caches: Mapping[str, torch.Tensor], *, authenticated: bool) -> Mapping[str, Any]:
+        """Return what the worker identity says for the option, before the caches are described; it may move them.
+
+        `authenticated` says whether only engines that share a secret get the identity.
+        """
+        return {}
+
+    def reader(self, peer: Peer) -> Callable[[Any], Any] | None:
+        """Return a function from a `ReadPart` of a peer to its transfer in flight; None if NIXL reads from the peer."""
 
     def on_step(self, metadata: StepMetadata) -> None:
         """Carry out the option's commands of a step, in the engine's thread."""

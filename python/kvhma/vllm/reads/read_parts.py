@@ -5,13 +5,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvhma._kvhma import Read
-from kvhma.nixl import TransferHandle
+from kvhma.nixl.transfer import Telemetry
 from kvhma.permute import PermutedRead
+
+
+class Running(Protocol):
+    """A transfer in flight; :class:`kvhma.nixl.TransferHandle` says what the attributes are."""
+
+    @property
+    def telemetry(self) -> Telemetry | None:
+        """What was measured."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing writes to its destination any more."""
+
+    def poll(self) -> Literal["running", "done"]:
+        """Make progress and return the state."""
+
 
 PART_BYTES = 64 << 20
 """Most bytes of one source in one transfer. After a lost connection, completed parts are not read again."""
@@ -32,7 +49,7 @@ class ReadPart:
     source: int
     local: NDArray[np.uint64]
     remote: NDArray[np.uint64]
-    handle: TransferHandle | None = None
+    handle: Running | None = None
     is_lost: bool = False
 
     @property

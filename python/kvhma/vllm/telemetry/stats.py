@@ -47,6 +47,7 @@ METRICS = {
     "tokens_loaded": Metric("Tokens whose cache was loaded."),
     "tokens_cached": Metric("Tokens of loads that were cached already and not moved."),
     "tokens_clipped": Metric("Tokens of loads before every window or chunk of a group, summed over such groups."),
+    "copied_bytes": Metric("Bytes that were copied from the mapped memory of an engine of this host, without NIXL."),
     "permuted_bytes": Metric("Bytes that were read in the order of P's blocks and reordered afterwards."),
     "zeroed_bytes": Metric("Bytes zeroed after the tokens of loads."),
     "zero_seconds": Metric(
