@@ -61,6 +61,7 @@ def look_at_peer(address: tuple[str, int], access: Access, *, read: bool) -> Ite
             yield _handshake(workers, _since(began))
         yield from _models(workers)
         yield _geometries(workers)
+        yield from _copies(workers, access)
     except HandshakeTimeoutError as error:
         yield Row("peer", "failed", str(error), _UP)
         return
@@ -165,6 +166,25 @@ def _geometries(workers: Sequence[LiveWorker]) -> Row:
         f"{size(nbytes)} of {where} a worker; `kvhma export` writes it"
     )
     return Row("peer: geometry", "ok", found)
+
+
+def _copies(workers: Sequence[LiveWorker], access: Access) -> Iterator[Row]:
+    """Say whether an engine of this host with the same secret would copy, if the engine offers its memory."""
+    from kvhma.vllm.config.rooms import find_rooms
+
+    if not all("copies" in worker.extra.options for worker in workers):
+        return
+    why = ""
+    try:
+        for room in find_rooms("worker", ["copies"]):
+            for worker in workers:
+                room.map_caches(worker.payload.geometry, worker.extra, authenticated=access.secrets.enabled)
+    except (KvhmaError, ImportError) as error:
+        why = str(error)
+    if why:
+        yield Row("peer: copies", "note", f"an engine here would read it through NIXL: {why}")
+    else:
+        yield Row("peer: copies", "ok", 'its caches can be mapped: an engine here with "copy" in its backends copies')
 
 
 # --- a read ----------------------------------------------------------------------------------------------------------
