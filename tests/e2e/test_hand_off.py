@@ -121,3 +121,13 @@ def test_the_drop_in_is_taken_for_upstreams(zygote: Zygote, model: Models, tmp_p
     with engines(zygote, model(name), tmp_path, p=drop_in, d=kvhma(name), plain=arguments(name)) as (p, d, plain):
         compare(name, p, d, plain, [301])
         compare(name, d, p, plain, [301])
+
+
+@pytest.mark.parametrize("name", ["gemma3", "nemotron_h"])
+def test_rows_are_copied_between_engines_of_one_host(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("the secret of these two engines\n")
+    both = kvhma(name, extra={"secret_file": str(secret), "backends": ["copy", "UCX"]})
+    with engines(zygote, model(name), tmp_path, prefill=both, decode=both, plain=arguments(name)) as (p, d, plain):
+        compare(name, p, d, plain, [33, 301, 2001])
+        assert d.sample("vllm:kvhma_copied_bytes_total") == d.sample("vllm:kvhma_bytes_sum") > 0
