@@ -310,7 +310,7 @@ bench-digests: build $(E2E)/.ready ## digests of what blocks hold, beside a copy
 # With torch and NIXL in any Python: make gpu GPU_PYTHON=python3. Without a device it says so and is done.
 GPU_PYTHON = $(E2E)/bin/python
 .PHONY: gpu
-gpu: $(if $(filter $(E2E)/bin/python,$(GPU_PYTHON)),build $(E2E)/.ready) ## what only a device can show, twelve steps, in benches/RESULTS_GPU.md
+gpu: $(if $(filter $(E2E)/bin/python,$(GPU_PYTHON)),build $(E2E)/.ready) ## what only a device can show, thirteen steps, in benches/RESULTS_GPU.md
 	PYTHONPATH=python:tests $(GPU_PYTHON) -m gpu --output benches $(ARGS)
 	-$(GPU_PYTHON) tools/bench_stale.py --record RESULTS_GPU.md
 
@@ -350,6 +350,12 @@ bench-sglang: build $(SGLANG)/.ready ## ids and addresses of a request beside wh
 	PYTHONPATH=python:tests:$(SGLANG) $(E2E)/bin/python -W ignore benches/sglang_slices.py > benches/RESULTS_SGLANG.md
 	$(BIN)/python tools/bench_stale.py --record RESULTS_SGLANG.md
 	cat benches/RESULTS_SGLANG.md
+
+.PHONY: bench-copies
+bench-copies: build $(E2E)/.ready ## rows of a process of this host: copies beside NIXL's reads, in benches/RESULTS_COPIES.md
+	PYTHONPATH=python:tests $(E2E)/bin/python -W ignore benches/copies.py > benches/RESULTS_COPIES.md
+	$(BIN)/python tools/bench_stale.py --record RESULTS_COPIES.md
+	cat benches/RESULTS_COPIES.md
 
 .PHONY: bench-stale
 bench-stale: dev ## which results of benchmarks are older than what they measure (ARGS=--fail: as a release does)

@@ -21,6 +21,7 @@ CORE = ("python/kvhma/*.py", "python/kvhma/nixl", "python/kvhma/tensors", "rust"
 CONNECTOR = (*CORE, "python/kvhma/vllm")
 MEASURED = {
     "RESULTS.md": (*CORE, "benches/ratios.py"),
+    "RESULTS_COPIES.md": (*CORE, "python/kvhma/vllm/options/copies", "benches/copies.py"),
     "RESULTS_DIGESTS.md": ("python/kvhma/digests.py", "benches/digests.py"),
     "RESULTS_E2E.md": (*CONNECTOR, "benches/connectors.py", "benches/handoffs"),
     "RESULTS_FOLLOWING.md": (*CONNECTOR, "benches/following.py"),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gpu import digests, order, shorter_blocks, transfers
+from gpu import copies, digests, order, shorter_blocks, transfers
 from gpu.place import Outcome, Place
 
 
@@ -34,6 +34,7 @@ STEPS = (
     Step("many loads", order.many_loads),
     Step("blocks of P that are shorter", shorter_blocks.permuting),
     Step("digests", digests.summing),
+    Step("copy", copies.copying),
 )
 
 
