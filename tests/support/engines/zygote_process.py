@@ -19,6 +19,10 @@ from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import Any, NoReturn
 
+ON_DEVICE = "KVHMA_E2E_ON_DEVICE"
+"""In the environment of a zygote: each engine imports vLLM itself. Some modules of models open the device when they are
+imported, and no fork can use a device that its parent has opened."""
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -168,11 +172,7 @@ def _sleep_instead_of_yielding() -> None:
     utils.USE_SCHED_YIELD = False  # vLLM's own way for older Pythons: time.sleep(0)
 
 
-def serve(descriptor: int) -> None:
-    """The zygote: fork on request until the other end closes."""
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+def _import_engines() -> None:
     for module in MODULES:
         importlib.import_module(module)
     _import_models()
@@ -180,6 +180,15 @@ def serve(descriptor: int) -> None:
     if seconds := os.environ.get("KVHMA_E2E_SPIN_SECONDS"):
         _spin_no_longer_than(float(seconds))
     _freeze()
+
+
+def serve(descriptor: int) -> None:
+    """The zygote: fork on request until the other end closes."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if ON_DEVICE not in os.environ:
+        _import_engines()
     os.register_at_fork(after_in_child=die_with_parent)
     threads = [entry.name for entry in Path("/proc/self/task").iterdir()]
     if len(threads) != 1:
