@@ -314,6 +314,11 @@ gpu: $(if $(filter $(E2E)/bin/python,$(GPU_PYTHON)),build $(E2E)/.ready) ## what
 	PYTHONPATH=python:tests $(GPU_PYTHON) -m gpu --output benches $(ARGS)
 	-$(GPU_PYTHON) tools/bench_stale.py --record RESULTS_GPU.md
 
+# With vLLM as well. On CPUs, which proves the steps only: make gpu-engines ARGS="--device cpu --output DIR".
+.PHONY: gpu-engines
+gpu-engines: $(if $(filter $(E2E)/bin/python,$(GPU_PYTHON)),build $(E2E)/.ready) ## engines on a device, six steps in eight minutes, in benches/RESULTS_GPU_ENGINES.md
+	PYTHONPATH=python:tests $(GPU_PYTHON) -m gpu --engines --output benches $(ARGS)
+
 .PHONY: bench-listener
 bench-listener: build $(E2E)/.ready ## many decode engines against one listener, in benches/RESULTS_LISTENER.md
 	PYTHONPATH=python $(E2E)/bin/python benches/listener.py > benches/RESULTS_LISTENER.md

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -37,14 +38,18 @@ class Outcome:
     """The findings of a step: name and value, as words."""
 
     facts: list[tuple[str, str]] = field(default_factory=list)
+    file: Path | None = None
+    """Has the findings as JSON after each `add`: a step that is killed leaves what it has found."""
 
     def add(self, what: str, found: object) -> None:
         self.facts.append((what, str(found)))
+        if self.file is not None:
+            self.file.write_text(json.dumps(self.facts))
 
     def time(self, what: str, seconds: float, nbytes: int = 0) -> None:
         """Add a time, and the rate at which so many bytes moved in it."""
         rate = f", {nbytes / seconds / 1e9:.2f} GB/s" if nbytes else ""
-        self.facts.append((what, f"{seconds * 1e3:.3f} ms{rate}"))
+        self.add(what, f"{seconds * 1e3:.3f} ms{rate}")
 
 
 def environment(**more: str) -> dict[str, str]:

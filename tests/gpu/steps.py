@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from gpu import copies, digests, order, shorter_blocks, transfers
@@ -38,11 +37,9 @@ STEPS = (
 )
 
 
-def main() -> None:
+def main(steps: Sequence[Step] = STEPS) -> None:
     """Run one step and write what it found: ``python -m gpu.steps NUMBER DEVICE FILE``."""
-    outcome = Outcome()
-    STEPS[int(sys.argv[1]) - 1].run(Place(sys.argv[2]), outcome)
-    Path(sys.argv[3]).write_text(json.dumps(asdict(outcome)))
+    steps[int(sys.argv[1]) - 1].run(Place(sys.argv[2]), Outcome(file=Path(sys.argv[3])))
 
 
 if __name__ == "__main__":
