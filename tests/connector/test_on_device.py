@@ -446,15 +446,18 @@ def launch_on_host(own, source, local, remote):
 @pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize(
     ("place", "permuted", "copied"),
-    [(on_device, 2, False), (on_device, 0, True), (lambda cache: cache, 0, False), (lambda cache: cache, 0, True)],
+    [(on_device, 2, ""), (on_device, 0, "copy"), (on_device, 2, "no Triton"), (plain, 0, ""), (plain, 0, "copy")],
 )
 def test_a_device_permutes_shorter_blocks_of_p(start, place, permuted, copied, monkeypatch):
     """P has each head of a block of 8 tokens in one place; D's blocks have 16 tokens of a head in one.
 
-    If D copies, rows are cheap, so nothing is permuted.
+    If D copies, rows are cheap, so nothing is permuted. On a device it needs Triton for that.
     """
+    monkeypatch.setattr(copies_room, "find_spec", lambda name: None if copied == "no Triton" else name)
     monkeypatch.setenv("KVHMA_SECRET", "a secret of at least 16 bytes")
     monkeypatch.setattr(copies_room, "launch_copy", launch_on_host)
+    map_offer = copies_room.map_offer  # the simulated device's memory is the host's
+    monkeypatch.setattr(copies_room, "map_offer", lambda offer, memory: map_offer(offer, "DRAM"))
     extra = {"backends": ["copy", "UCX"]} if copied else {}
     p, d = start(Prefill, block=8, place=place, **extra), start(Engine, "d", place=place, **extra)
     expected, theirs = [cache.clone() for cache in d.caches], [3, 1, 6, 2, 5]
@@ -469,7 +472,7 @@ def test_a_device_permutes_shorter_blocks_of_p(start, place, permuted, copied, m
     until(lambda: d.connector._worker._pump._reads == [])
     stats = d.connector.get_kv_connector_stats().data
     assert stats.get("permuted_bytes", 0) == nbytes
-    assert stats.get("copied_bytes", 0) == (stats["bytes"][0] if copied else 0)
+    assert stats.get("copied_bytes", 0) == (stats["bytes"][0] if copied == "copy" else 0)
 
 
 def test_what_is_simulated_is_torchs():

@@ -22,7 +22,7 @@ from kvhma.nixl import decode_handshake
 from kvhma.versions import series
 from kvhma.vllm import KvhmaConnector
 from support.cache.engine import own_config_of
-from support.connector_engine import SCHEDULER, WORKER, Engine, assert_read
+from support.connector_engine import SCHEDULER, WORKER, Engine
 from support.schedulers import kept
 
 ASKS = series(vllm.__version__) >= (0, 33)
@@ -35,6 +35,12 @@ def pair():
     yield p, d
     p.close()
     d.close()
+
+
+def assert_read(p: Engine, d: Engine, name: str) -> None:
+    """D reads a new request of P right."""
+    assert d.load(name, p.hold(name, [3, 5, 4]), [1, 2, 3]) is None
+    assert torch.equal(d.cache[[1, 2, 3]], p.cache[[3, 5, 4]])
 
 
 def test_nothing_that_p_handed_out_before_it_slept_is_read_afterwards(pair):

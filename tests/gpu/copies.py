@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from gpu.place import PAGE, SECONDS, Outcome, Place, Worker, device_object, done, rows_of, seconds_of, wait
-from kvhma.tensors.copying import Piece, Pieces, copy_rows, launch_copy
+from kvhma.tensors.copying import Extents, copy_rows, launch_copy
 from kvhma.vllm.options.copies.offers import map_offer, read_offer, share
 
 CONFIRM = 64
 
 
 def copying(place: Place, outcome: Outcome) -> None:
-    """Copy 512 MiB in 131,072 rows that cannot be merged, twice; every byte must be right."""
+    """Copy 512 MiB in 131,072 rows in random order, twice; every byte must be right."""
     count = place.size(131_072, 2_000)
     rounds = list(in_turns(place, count, 2))
     for number, seconds in zip(("first", "second"), rounds, strict=True):
@@ -41,7 +41,7 @@ def in_turns(place: Place, count: int, rounds: int) -> Iterator[dict[str, float]
     try:
         assert ours.poll(SECONDS), "the other process has not started"
         payload, offer = ours.recv()
-        source = map_offer(read_offer(offer))
+        source = map_offer(read_offer(offer), place.memory)
         worker = Worker(place, place.zeros(2 * count * PAGE))
         device, content, kind = device_object(place), worker.content, place.memory
         agent, peer = worker.agent, worker.agent.connect(payload)
@@ -53,7 +53,7 @@ def in_turns(place: Place, count: int, rounds: int) -> Iterator[dict[str, float]
             for of, region in zip((None, peer), regions, strict=True)
         ]
         here = content.numpy() if place.is_host else content
-        own = Pieces([Piece(content.data_ptr(), here)])
+        own = Extents([(content.data_ptr(), here)])
         expected = place.labelled(2 * count * PAGE).view(-1, PAGE)[ids[1]]
         confirm = [rows_of(*of, nbytes=CONFIRM)[:1] for of in zip(regions, ids, strict=True)]
 

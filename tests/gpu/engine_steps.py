@@ -214,7 +214,7 @@ def killed(place: Place, outcome: Outcome) -> None:
 
 
 def many(place: Place, outcome: Outcome) -> None:
-    """Make 200 hand-offs, ten on the host: answers are right, and memory does not grow."""
+    """Make 200 hand-offs, eight on the host: answers are right, and memory does not grow."""
     with _engines(place, "gemma3", "p", "d", "plain") as (p, d, plain):
         _round(place, p, d, plain, "warm-up")
         before = _memory(place, p, d)

@@ -112,7 +112,7 @@ class Engine:
         self.scheduler.shutdown()
 
 
-class Apart:
+class SpawnedEngine:
     """An engine in a separate process; each call of a method is made there."""
 
     def __init__(self, *arguments: Any, before: str = "", **settings: object) -> None:
@@ -145,11 +145,3 @@ def _serve(connection: Connection, before: str, arguments: tuple[Any, ...], sett
         while True:
             name, args, options = connection.recv()
             connection.send(getattr(engine, name)(*args, **options))
-            if name == "close":
-                return
-
-
-def assert_read(p: Engine, d: Engine, name: str) -> None:
-    """D reads a new request of P right."""
-    assert d.load(name, p.hold(name, [3, 5, 4]), [1, 2, 3]) is None
-    assert torch.equal(d.cache[[1, 2, 3]], p.cache[[3, 5, 4]])

@@ -19,7 +19,7 @@ pytest.importorskip("torch", reason="needs torch; make connector runs it")
 import kvhma
 from kvhma.errors import RequestError
 from kvhma.oracle import Request, check_memory, fill_stale
-from kvhma.tensors.copying import Piece, Pieces, copy_rows
+from kvhma.tensors.copying import Extents, copy_rows
 from kvhma.vllm.options.copies.offers import map_offer, read_offer
 from support.generate import generate
 from support.recipe import draw
@@ -41,14 +41,14 @@ def test_plans_between_two_processes(plans: int) -> None:
         for seed in range(plans):
             case = generate(seed, draw(seed))
             print(seed, file=owner.stdin, flush=True)
-            sources, pieces = [], []
+            sources, extents = [], []
             for sketch, (offer, bases) in zip(case.remotes, json.loads(owner.stdout.readline()), strict=True):
                 at = [
                     replace(region, base=base, memory="DRAM")
                     for region, base in zip(sketch.regions, bases, strict=True)
                 ]
                 sources.append(replace(sketch, regions=tuple(at)))
-                pieces.append(map_offer(read_offer(offer.encode())))
+                extents.append(map_offer(read_offer(offer.encode()), "DRAM"))
             memory = [np.empty(region.bytes, np.uint8) for region in case.local.regions]
             at = [
                 replace(region, base=part.ctypes.data, memory="DRAM")
@@ -60,9 +60,9 @@ def test_plans_between_two_processes(plans: int) -> None:
             transfer = kvhma.plan(local, sources).transfer(case.num_tokens, case.local_spans, spans)
             for address, nbytes, _ in transfer.zero.tolist():
                 ctypes.memset(address, 0, nbytes)
-            own = Pieces(Piece(region.base, part) for region, part in zip(at, memory, strict=True))
+            own = Extents((region.base, part) for region, part in zip(at, memory, strict=True))
             for read in transfer.reads:
-                copy_rows(own, pieces[read.source], read.local, read.remote)
+                copy_rows(own, extents[read.source], read.local, read.remote)
             asked = Request(case.num_tokens, case.local_spans, spans)
             report = check_memory(memory, local, sources, asked, excess_bytes=transfer.excess_bytes, seed=seed)
             moved += report.moved
@@ -70,45 +70,44 @@ def test_plans_between_two_processes(plans: int) -> None:
     assert moved > plans << 8
 
 
-def drawn(rng: random.Random, count: int) -> list[tuple[int, int, int]]:
-    """Lengths, and places to write to and to read from: the first ones do not overlap."""
+def drawn(rng: random.Random, count: int, unit: int) -> list[tuple[int, int, int]]:
+    """Lengths, and places to write to and to read from, in units: the first ones do not overlap."""
     found, at = [], 0
     for _ in range(count):
-        length = rng.choice([0, 1, 3, 16, 64, 64, 64, 4096, 70_000])
-        at += rng.randrange(100)
-        found.append((length, at, rng.randrange((1 << 20) - length)))
+        length = rng.choice([0, 1, 3, 16, 64, 64, 64, 4096 // unit, 70_000 // unit]) * unit
+        at += rng.randrange(100) * unit
+        found.append((length, at, rng.randrange(((1 << 20) - length) // unit) * unit))
         at += length
     rng.shuffle(found)
     return found
 
 
 COPY = """
-import sys, random, numpy as np
-from tensors.test_copying import check_drawn
-from kvhma.tensors.copying import launch_copy
 import torch
+from kvhma.tensors.copying import launch_copy
+from tensors.test_copying import check_drawn
 check_drawn(launch_copy, torch.from_numpy)
 print("copied")
 """
 
 
 def check_drawn(copy, content_of) -> None:
-    """Rows of many lengths between pieces at addresses that are not theirs here, against a copy byte by byte."""
+    """Rows of many lengths between extents at addresses that are not theirs here, against a copy byte by byte."""
     for seed in range(10):
         rng = random.Random(seed)
-        found = drawn(rng, 150)
+        found = drawn(rng, 150, 1 << seed % 5)
         size = max(to + length for length, to, _ in found) + 1
         source = np.frombuffer(rng.randbytes(1 << 20), np.uint8).copy()
         target = np.frombuffer(rng.randbytes(size), np.uint8).copy()
         expected = bytearray(target)
         for length, to, start in found:
             expected[to : to + length] = bytes(source[start : start + length])
-        half = size // 2  # no row crosses it: a piece is at least as long as the rows that begin in it
+        half = size // 2  # no row crosses it: a extent is at least as long as the rows that begin in it
         cut = next(to for length, to, _ in sorted(found, key=lambda row: row[1]) if to >= half)
-        own = Pieces([Piece(1 << 40, content_of(target[:cut])), Piece((1 << 40) + (1 << 30), content_of(target[cut:]))])
+        own = Extents([(1 << 40, content_of(target[:cut])), ((1 << 40) + (1 << 30), content_of(target[cut:]))])
         local = rows(*((((1 << 40) + to) if to < cut else (1 << 40) + (1 << 30) + to - cut, n) for n, to, _ in found))
         remote = rows(*((7 + start, length) for length, _, start in found))
-        copy(own, Pieces([Piece(7, content_of(source))]), local, remote)
+        copy(own, Extents([(7, content_of(source))]), local, remote)
         assert target.tobytes() == bytes(expected)
 
 
@@ -140,12 +139,12 @@ def test_the_kernel_of_a_device_copies_the_same() -> None:
 )
 def test_rows_outside_are_refused_and_nothing_is_copied(local, remote, why) -> None:
     target, source = np.zeros(64, np.uint8), np.ones(100, np.uint8)
-    own, other = Pieces([Piece(100, target)]), Pieces([Piece(500, source)])
+    own, other = Extents([(100, target)]), Extents([(500, source)])
     with pytest.raises(RequestError, match=why):
         copy_rows(own, other, rows(*local), rows(*remote))
     assert not target.any()
 
 
 def test_nothing_to_copy() -> None:
-    copy_rows(Pieces([Piece(100, np.zeros(4, np.uint8))]), Pieces([]), rows(), rows())
-    assert not Pieces([]).has(0, 1)
+    copy_rows(Extents([(100, np.zeros(4, np.uint8))]), Extents([]), rows(), rows())
+    assert not Extents([]).has(0, 1)

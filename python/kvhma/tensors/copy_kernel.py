@@ -19,31 +19,28 @@ def _copy(
     kind: tl.constexpr,
     size: tl.constexpr,
     block: tl.constexpr,
-    steps: tl.constexpr,
 ) -> None:
-    """Copy one piece, a block of items at a time; `unit` divides the addresses, so loads can be as wide."""
-    piece = tl.program_id(0)
-    written = tl.multiple_of(tl.load(to + piece), unit).to(tl.pointer_type(kind))
-    read = tl.multiple_of(tl.load(source + piece), unit).to(tl.pointer_type(kind))
-    items = tl.load(lengths + piece) // size
-    for step in range(steps):
-        at = step * block + tl.arange(0, block)
+    """Copy one chunk, a block of items at a time; `unit` divides addresses and length, so that accesses are wide."""
+    chunk = tl.program_id(0)
+    written = tl.multiple_of(tl.load(to + chunk), unit).to(tl.pointer_type(kind))
+    read = tl.multiple_of(tl.load(source + chunk), unit).to(tl.pointer_type(kind))
+    items = tl.multiple_of(tl.load(lengths + chunk) // size, unit // size)
+    for begin in range(0, items, block):
+        at = begin + tl.arange(0, block)
         tl.store(written + at, tl.load(read + at, mask=at < items), mask=at < items)
 
 
 _kernel = triton.jit(_copy)
 
 
-def copy_pieces(to: torch.Tensor, source: torch.Tensor, lengths: torch.Tensor, *, unit: int, most_bytes: int) -> None:
-    """Launch a program for each piece.
+def copy_chunks(to: torch.Tensor, source: torch.Tensor, lengths: torch.Tensor, unit: int) -> None:
+    """Launch a program for each chunk.
 
     Args:
         to: addresses to write to: int64 of shape (n,), on the device that copies.
         source: addresses to read from, of the same shape.
         lengths: bytes of each, of the same shape.
         unit: 1, 2, 4, 8 or 16, which divides all of these.
-        most_bytes: the largest length.
     """
     size = min(unit, 8)
-    steps = -(-most_bytes // _BLOCK_BYTES)
-    _kernel[(len(to),)](to, source, lengths, unit, _TYPES[unit], size, _BLOCK_BYTES // size, steps)
+    _kernel[(len(to),)](to, source, lengths, unit, _TYPES[unit], size, _BLOCK_BYTES // size)

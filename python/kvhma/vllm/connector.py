@@ -215,8 +215,9 @@ class KvhmaConnector(KVConnectorBase_V1, SupportsHMA):
         place = rank_info_of(config)
         caches = self._transferred(kv_caches)
         said: dict[str, Any] = {}
-        for room in find_rooms("worker", self._options):
-            said |= room.share(caches, authenticated=self._secrets.enabled)
+        if self._kv_transfer_config.is_kv_producer or self._settings.bidirectional_kv_xfer:
+            for room in find_rooms("worker", self._options):
+                said |= room.share(caches, authenticated=self._secrets.enabled)
         memory = self._describe(caches, place)
         geometry = memory.geometry
         parallel = config.parallel_config

@@ -153,7 +153,7 @@ def options_of(config: VllmConfig, settings: Settings) -> tuple[str, ...]:
         "pictures": f"mm_items is {settings.mm_items!r}" if settings.trusts_items else "",
         "staging": f"kv_buffer_device is {HOST!r}" if host_staged(config) else "",
         "digests": f"content_digests is {settings.content_digests}" if settings.content_digests else "",
-        "copies": f"backends names {COPY!r}" if COPY in settings.backends else "",
+        "copies": f"backends names {COPY!r}" if COPY in settings.backends and not host_staged(config) else "",
         "trace": f"trace_out is {settings.trace_out!r}" if settings.trace_out else "",
         "spans": "otlp_traces_endpoint is set" if config.observability_config.otlp_traces_endpoint else "",
     }

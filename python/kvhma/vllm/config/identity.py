@@ -6,8 +6,6 @@ Caches of two fine-tunes of the same shape pair layer by layer. Only the names o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import msgspec
@@ -77,11 +75,17 @@ class EngineExtra(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def encode_extra(
-    identity: ModelIdentity, *, vllm: str, place: int | None = None, options: Mapping[str, Any] = MappingProxyType({})
+    identity: ModelIdentity, *, vllm: str, place: int | None = None, options: dict[str, Any] | None = None
 ) -> bytes:
-    """Return the extra bytes of a worker identity; `vllm` is its version, `place` that of its lease board."""
-    said = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in options.items()}
-    return msgspec.json.encode(EngineExtra(identity, vllm, __version__, place, said))
+    """Return the extra bytes of a worker identity.
+
+    Args:
+        identity: of the model.
+        vllm: its version.
+        place: of the worker's lease board.
+        options: what options say, by option.
+    """
+    return msgspec.json.encode(EngineExtra(identity, vllm, __version__, place, options or {}))
 
 
 def decode_extra(data: bytes) -> EngineExtra:

@@ -105,9 +105,8 @@ def _allowed_engines(value: Any) -> tuple[AllowedEngines, ...] | str:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not value or not all(isinstance(name, str) and name for name in value):
-        raise ValueError(value)
-    if set(value) == {COPY}:  # NIXL still reads what shows that P held the blocks
+    strings = isinstance(value, list) and all(isinstance(name, str) and name for name in value)
+    if not strings or not set(value) - {COPY}:  # NIXL still reads what shows that P held the blocks
         raise ValueError(value)
     return tuple(value)
 

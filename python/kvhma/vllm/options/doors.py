@@ -8,6 +8,7 @@ its folder, and `kvhma.vllm.config.rooms` decides which options an engine has.
 What an option sends between the two processes is in the `extras` of
 :class:`kvhma.vllm.metadata.ReadCommand`, :class:`kvhma.vllm.metadata.StepMetadata` and
 :class:`kvhma.vllm.metadata.WorkerReport`, under the option's name. The values are pickled, so they keep their types.
+What it says to other engines is in the `options` of :class:`kvhma.vllm.config.identity.EngineExtra`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from kvhma.geometry import Geometry, Span
     from kvhma.nixl import Peer
+    from kvhma.vllm.config.identity import EngineExtra
     from kvhma.vllm.config.settings import Settings
     from kvhma.vllm.device.memory import Memory
     from kvhma.vllm.metadata import ReadCommand, StepMetadata, WorkerReport
@@ -165,14 +167,26 @@ class WorkerDoor:
 
     @classmethod
     def share(cls, caches: Mapping[str, torch.Tensor], *, authenticated: bool) -> Mapping[str, Any]:
-        """Return what the worker identity says for the option, before the caches are described; it may move them.
+        """Return what the worker identity says for the option, by its name, as values that msgspec encodes.
 
-        `authenticated` says whether only engines that share a secret get the identity.
+        Called before the caches are described, because it may move them to other addresses. `authenticated` says
+        whether only engines that share a secret get the identity.
         """
         return {}
 
     def reader(self, peer: Peer) -> Callable[[Any], Any] | None:
-        """Return a function from a `ReadPart` of a peer to its transfer in flight; None if NIXL reads from the peer."""
+        """Return how the option reads from a peer: from a `ReadPart` to a `TransferInFlight`; None to leave it to NIXL.
+
+        The thread of reads calls both. The function raises as :meth:`kvhma.nixl.Agent.read`.
+        """
+
+    @classmethod
+    def check_identity(cls, geometry: Geometry, extra: EngineExtra, *, authenticated: bool) -> None:
+        """Check that an engine here could use what a worker identity says for the option; for the doctor.
+
+        Raises:
+            KvhmaError: it could not.
+        """
 
     def on_step(self, metadata: StepMetadata) -> None:
         """Carry out the option's commands of a step, in the engine's thread."""

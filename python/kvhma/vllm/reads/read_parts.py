@@ -14,8 +14,11 @@ from kvhma._kvhma import Read
 from kvhma.nixl.transfer import Telemetry
 from kvhma.permute import PermutedRead
 
+PART_BYTES = 64 << 20
+"""Most bytes of one source in one transfer. After a lost connection, completed parts are not read again."""
 
-class Running(Protocol):
+
+class TransferInFlight(Protocol):
     """A transfer in flight; :class:`kvhma.nixl.TransferHandle` says what the attributes are."""
 
     @property
@@ -27,11 +30,11 @@ class Running(Protocol):
         """Whether nothing writes to its destination any more."""
 
     def poll(self) -> Literal["running", "done"]:
-        """Make progress and return the state."""
+        """Make progress and return the state.
 
-
-PART_BYTES = 64 << 20
-"""Most bytes of one source in one transfer. After a lost connection, completed parts are not read again."""
+        Raises:
+            TransferError: it has ended without success.
+        """
 
 
 @dataclass(eq=False)
@@ -49,7 +52,7 @@ class ReadPart:
     source: int
     local: NDArray[np.uint64]
     remote: NDArray[np.uint64]
-    handle: Running | None = None
+    handle: TransferInFlight | None = None
     is_lost: bool = False
 
     @property

@@ -21,7 +21,7 @@ from kvhma.vllm.failures import failure_of
 from kvhma.vllm.peers.prefill_engines import PrefillEngine, PrefillEngines
 from kvhma.vllm.peers.worker_context import WorkerContext
 from kvhma.vllm.reads.active_read import ActiveRead, ReadState, required
-from kvhma.vllm.reads.read_parts import ReadPart, Running, parts_of
+from kvhma.vllm.reads.read_parts import ReadPart, TransferInFlight, parts_of
 from kvhma.vllm.reads.results import LoadResults
 
 logger = logging.getLogger("vllm.kvhma")
@@ -161,23 +161,22 @@ class ReadSteps:
         transfer = engine.plan.transfer(command.num_tokens, list(required(read.places)), list(command.remote.spans))
         reads: Sequence[Read | PermutedRead] = transfer.reads
         permutes: list[NDArray[np.uint64]] = []
-        # Where rows are copied, a descriptor costs less than the permutation.
+        # A row that an option copies costs less than its permutation.
         if self._permute is not None and not any(map(self._reader, filter(None, engine.peers))):
             remote = [None if peer is None else peer.geometry for peer in engine.peers]
             permuted = permuted_reads(transfer, self._context.geometry, remote, _PERMUTE_BYTES)
             reads, permutes = permuted, [of_read.permutes for of_read in permuted if len(of_read.permutes)]
         return transfer, parts_of(reads, transfer.bytes), np.concatenate(permutes) if permutes else None
 
-    def _reader(self, peer: Peer) -> Callable[[ReadPart], Running] | None:
-        found = (reader(peer) for reader in self._context.rooms.reader)
-        return next((read for read in found if read is not None), None)
+    def _reader(self, peer: Peer) -> Callable[[ReadPart], TransferInFlight] | None:
+        return next(filter(None, (reader(peer) for reader in self._context.rooms.reader)), None)
 
-    def _handle(self, engine: PrefillEngine, part: ReadPart) -> Running:
+    def _handle(self, engine: PrefillEngine, part: ReadPart) -> TransferInFlight:
         peer = engine.peers[part.source]
         if peer is None:
             raise RequestError(f"source {part.source} is not connected")
-        if (read := self._reader(peer)) is not None:
-            return read(part)
+        if (by_option := self._reader(peer)) is not None:
+            return by_option(part)
         return self._context.agent.read(
             peer,
             part.local,
