@@ -269,14 +269,14 @@ def test_offers_are_bounded_and_typed(data: bytes) -> None:
         read_offer(data)
 
 
-LIE = """
+FORGED = """
 import kvhma.vllm.options.copies.worker as worker
 import torch
 from msgspec.structs import replace
 real, kept = worker.share, []
 def share(caches):
     offer = real(caches)
-    return replace(offer, storages=[replace(one, place=lie(one)) for one in offer.storages])
+    return replace(offer, storages=[replace(one, place=forged(one)) for one in offer.storages])
 def other_memory(one):
     kept.append(torch.ones(one.nbytes, dtype=torch.uint8))
     return real(kept[-1:]).storages[0].place
@@ -286,13 +286,13 @@ worker.share = share
 
 def test_an_offer_that_cannot_be_mapped_costs_nothing(secret: None) -> None:
     """D reads such a peer through NIXL, and right."""
-    with engines(f"{LIE}\nlie = lambda one: replace(one.place, inode=1)") as (p, d):
+    with engines(f"{FORGED}\nlie = lambda one: replace(one.place, inode=1)") as (p, d):
         assert_read(p, d, "r", copied=False)
 
 
 def test_memory_that_is_not_p_s_cache_is_found(secret: None) -> None:
     """The read that follows a copy finds other bytes. D then reads through NIXL."""
-    with engines(f"{LIE}\nlie = other_memory") as (p, d):
+    with engines(f"{FORGED}\nlie = other_memory") as (p, d):
         assert d.load("first", p.hold("first", [3, 5, 4]), [1, 2, 3]) is None
         assert d.bytes([1, 2, 3]) == p.bytes([3, 5, 4])
         until(lambda: "bytes" in d.counted())

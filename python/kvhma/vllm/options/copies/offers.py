@@ -131,7 +131,7 @@ def _share(storage: torch.UntypedStorage) -> SharedStorage:
         file = SharedFile(os.getpid(), descriptor, found.st_dev, found.st_ino)
         return SharedStorage(storage.data_ptr(), nbytes, file)
     index, handle, size, offset, counter, counter_offset, *_ = storage._share_cuda_()
-    # Nobody takes this count of torch's, and with it the storage would never be freed.
+    # No process takes this count of torch's, and with it the storage would never be freed.
     torch.UntypedStorage._release_ipc_counter_cuda(counter, counter_offset)
     if len(handle) > _HANDLE_BYTES:
         raise GeometryError("memory in expandable segments is not shared")
