@@ -358,7 +358,7 @@ bench-sglang: build $(SGLANG)/.ready ## ids and addresses of a request beside wh
 
 .PHONY: bench-copies
 bench-copies: build $(E2E)/.ready ## rows of a process of this host: copies beside NIXL's reads, in benches/RESULTS_COPIES.md
-	PYTHONPATH=python:tests $(E2E)/bin/python -W ignore benches/copies.py > benches/RESULTS_COPIES.md
+	NIXL_LOG_LEVEL=ERROR PYTHONPATH=python:tests $(E2E)/bin/python -W ignore benches/copies.py > benches/RESULTS_COPIES.md
 	$(BIN)/python tools/bench_stale.py --record RESULTS_COPIES.md
 	cat benches/RESULTS_COPIES.md
 
