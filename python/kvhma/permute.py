@@ -55,7 +55,8 @@ def permuted_reads(
         transfer: the result of :meth:`kvhma.Plan.transfer`.
         local: the geometry that the plan was made for.
         remote: the geometries of its sources, in the plan's order; None if nothing is read from a source.
-        permute_bytes: how many bytes may be permuted to save one descriptor; with 0 nothing changes.
+        permute_bytes: how many bytes may be permuted to save one descriptor; 0 where rows are not read through NIXL,
+            because a copied row costs less: then nothing changes.
 
     Raises:
         RequestError: a transfer of ids, which has no rows.
