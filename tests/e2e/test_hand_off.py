@@ -123,11 +123,15 @@ def test_the_drop_in_is_taken_for_upstreams(zygote: Zygote, model: Models, tmp_p
         compare(name, d, p, plain, [301])
 
 
-@pytest.mark.parametrize("name", ["gemma3", "nemotron_h"])
-def test_rows_are_copied_between_engines_of_one_host(name: str, zygote: Zygote, model: Models, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "ranks"), [("gemma3", 1), ("nemotron_h", 2)])
+def test_rows_are_copied_between_engines_of_one_host(
+    name: str, ranks: int, zygote: Zygote, model: Models, tmp_path: Path
+) -> None:
     secret = tmp_path / "secret"
     secret.write_text("the secret of these two engines\n")
-    both = kvhma(name, extra={"secret_file": str(secret), "backends": ["copy", "UCX"]})
-    with engines(zygote, model(name), tmp_path, prefill=both, decode=both, plain=arguments(name)) as (p, d, plain):
-        compare(name, p, d, plain, [33, 301, 2001])
+    extra = {"secret_file": str(secret), "backends": ["copy", "UCX"]}
+    two = {"tensor_parallel_size": 2, "env": {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}} if ranks == 2 else {}
+    settings = {"p": kvhma(name, extra=extra), "d": kvhma(name, extra=extra, **two), "plain": arguments(name)}
+    with engines(zygote, model(name), tmp_path, **settings) as (p, d, plain):
+        compare(name, p, d, plain, [33, 301, 2001], ranks_differ=ranks == 2)
         assert d.sample("vllm:kvhma_copied_bytes_total") == d.sample("vllm:kvhma_bytes_sum") > 0

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -123,7 +123,7 @@ def share(caches: Iterable[torch.Tensor]) -> Offer:
         raise GeometryError(one_line(str(error), 200)) from error
 
 
-def _share(storage: torch.UntypedStorage) -> SharedStorage:
+def _share(storage: Any) -> SharedStorage:
     nbytes = storage.nbytes()
     if storage.device.type == "cpu":
         descriptor, _ = storage._share_fd_cpu_()  # the storage keeps it open
@@ -210,7 +210,8 @@ def _map_device(place: SharedDevice, nbytes: int) -> torch.Tensor:
         raise HandshakeError(f"device {current} does not reach its device {place.uuid}")
     # torch counts the users of shared memory. This process counts for itself, not in what the peer names; nothing has
     # to be waited for, because P hands blocks off after it has computed them.
-    own = torch.empty(1, dtype=torch.uint8, device=f"cuda:{index}").untyped_storage()._share_cuda_()
+    counted: Any = torch.empty(1, dtype=torch.uint8, device=f"cuda:{index}").untyped_storage()
+    own = counted._share_cuda_()
     storage = torch.UntypedStorage._new_shared_cuda(
         index, place.handle, nbytes, place.offset, own[4], own[5], b"", False
     )
