@@ -286,13 +286,13 @@ worker.share = share
 
 def test_an_offer_that_cannot_be_mapped_costs_nothing(secret: None) -> None:
     """D reads such a peer through NIXL, and right."""
-    with engines(f"{FORGED}\nlie = lambda one: replace(one.place, inode=1)") as (p, d):
+    with engines(f"{FORGED}\nforged = lambda one: replace(one.place, inode=1)") as (p, d):
         assert_read(p, d, "r", copied=False)
 
 
 def test_memory_that_is_not_p_s_cache_is_found(secret: None) -> None:
     """The read that follows a copy finds other bytes. D then reads through NIXL."""
-    with engines(f"{FORGED}\nlie = other_memory") as (p, d):
+    with engines(f"{FORGED}\nforged = other_memory") as (p, d):
         assert d.load("first", p.hold("first", [3, 5, 4]), [1, 2, 3]) is None
         assert d.bytes([1, 2, 3]) == p.bytes([3, 5, 4])
         until(lambda: "bytes" in d.counted())

@@ -24,6 +24,7 @@ from kvhma.vllm.options.copies.offers import map_offer, read_offer
 from support.generate import generate
 from support.recipe import draw
 
+ENVIRONMENT = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 PLANS = (200, pytest.param(2000, marks=pytest.mark.long))
 
 
@@ -36,7 +37,11 @@ def rows(*found: tuple[int, int]) -> np.ndarray:
 def test_plans_between_two_processes(plans: int) -> None:
     moved = 0
     with subprocess.Popen(
-        [sys.executable, "-m", "support.sharing_owner"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "support.sharing_owner"],
+        env=ENVIRONMENT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as owner:
         for seed in range(plans):
             case = generate(seed, draw(seed))
@@ -117,9 +122,8 @@ def test_rows_of_any_length_and_place() -> None:
 
 def test_the_kernel_of_a_device_copies_the_same() -> None:
     pytest.importorskip("triton", reason="needs triton; make connector runs it")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-c", COPY], env=environment, capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-c", COPY], env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.stdout.strip() == "copied", done.stderr[-3000:]
 
