@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,12 @@ from kvhma.geometry import Geometry
 from support.reference import Transfer
 
 Memory = list[NDArray[np.uint8]]
+
+
+def placed(sketch: Geometry, bases: Iterable[int]) -> Geometry:
+    """Return a geometry with its regions at addresses of host memory."""
+    regions = zip(sketch.regions, bases, strict=True)
+    return replace(sketch, regions=tuple(replace(region, base=at, memory="DRAM", device=0) for region, at in regions))
 
 
 def empty(geometry: Geometry) -> Memory:

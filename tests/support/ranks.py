@@ -6,25 +6,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 import kvhma
 from kvhma.errors import UnsupportedPairError
 from kvhma.nixl import Agent, Peer, TransferHandle
 from kvhma.oracle import MemoryReport, Request, check_memory, fill_source, fill_stale
 from kvhma.planning import DEFAULT_DESCRIPTOR_BYTES
+from support.memory import Memory, empty, placed
 
 SECONDS = 60.0
 """No answer takes longer; nearly all take milliseconds."""
 
 ENCODINGS = ("direct", "strided", "written")
 """Descriptors of each request; ids into prepared views; ids into the same views, written out row by row."""
-
-Memory = list[NDArray[np.uint8]]
 
 
 @dataclass(frozen=True)
@@ -78,13 +76,9 @@ class _Rank:
         if self.agent is None:
             self.agent = Agent(self.name)
             self.takes_strided = self.agent.strided
-        self.memory = [np.empty(region.bytes, np.uint8) for region in sketch.regions]
+        self.memory = empty(sketch)
         self.kept.append(self.memory)
-        regions = tuple(
-            replace(region, base=part.ctypes.data, memory="DRAM", device=0)
-            for region, part in zip(sketch.regions, self.memory, strict=True)
-        )
-        self.geometry = replace(sketch, regions=regions)
+        self.geometry = placed(sketch, (part.ctypes.data for part in self.memory))
         self.agent.register(self.geometry)
         return self.agent.handshake_payload(self.geometry)
 

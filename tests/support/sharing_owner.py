@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 
 import msgspec
 import torch
@@ -17,6 +16,7 @@ import torch
 from kvhma.oracle import fill_source
 from kvhma.vllm.options.copies.offers import share
 from support.generate import generate
+from support.memory import placed
 from support.recipe import draw
 
 
@@ -28,14 +28,10 @@ def main() -> None:
         for source, sketch in enumerate(case.remotes):
             content = [torch.empty(region.bytes, dtype=torch.uint8) for region in sketch.regions]
             offer = share(content)
-            regions = tuple(
-                replace(region, base=part.data_ptr(), memory="DRAM", device=0)
-                for region, part in zip(sketch.regions, content, strict=True)
-            )
-            memory = [part.numpy() for part in content]
-            fill_source(memory, replace(sketch, regions=regions), case.spans_of(source), seed=seed)
+            bases = [part.data_ptr() for part in content]
+            fill_source([part.numpy() for part in content], placed(sketch, bases), case.spans_of(source), seed=seed)
             kept.append(content)
-            answers.append([msgspec.json.encode(offer).decode(), [region.base for region in regions]])
+            answers.append([msgspec.json.encode(offer).decode(), bases])
         print(json.dumps(answers), flush=True)
 
 

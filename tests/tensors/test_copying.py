@@ -9,7 +9,6 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from kvhma.oracle import Request, check_memory, fill_stale
 from kvhma.tensors.copying import Extents, copy_rows
 from kvhma.vllm.options.copies.offers import map_offer, read_offer
 from support.generate import generate
+from support.memory import empty, placed
 from support.recipe import draw
 
 ENVIRONMENT = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -48,24 +48,16 @@ def test_plans_between_two_processes(plans: int) -> None:
             print(seed, file=owner.stdin, flush=True)
             sources, extents = [], []
             for sketch, (offer, bases) in zip(case.remotes, json.loads(owner.stdout.readline()), strict=True):
-                at = [
-                    replace(region, base=base, memory="DRAM")
-                    for region, base in zip(sketch.regions, bases, strict=True)
-                ]
-                sources.append(replace(sketch, regions=tuple(at)))
+                sources.append(placed(sketch, bases))
                 extents.append(map_offer(read_offer(offer.encode()), "DRAM"))
-            memory = [np.empty(region.bytes, np.uint8) for region in case.local.regions]
-            at = [
-                replace(region, base=part.ctypes.data, memory="DRAM")
-                for region, part in zip(case.local.regions, memory, strict=True)
-            ]
-            local = replace(case.local, regions=tuple(at))
+            memory = empty(case.local)
+            local = placed(case.local, (part.ctypes.data for part in memory))
             fill_stale(memory, seed=seed)
             spans = [case.spans_of(source) for source in range(len(sources))]
             transfer = kvhma.plan(local, sources).transfer(case.num_tokens, case.local_spans, spans)
             for address, nbytes, _ in transfer.zero.tolist():
                 ctypes.memset(address, 0, nbytes)
-            own = Extents((region.base, part) for region, part in zip(at, memory, strict=True))
+            own = Extents((region.base, part) for region, part in zip(local.regions, memory, strict=True))
             for read in transfer.reads:
                 copy_rows(own, extents[read.source], read.local, read.remote)
             asked = Request(case.num_tokens, case.local_spans, spans)
