@@ -68,13 +68,19 @@ class Answer:
 
 
 _given: set[int] = set()
+_PROCESSES = (("", "gw0"), ("_COUNT", "1"))
+"""The number of this process of pytest, and how many there are: the ends of their variables, and without them."""
 
 
 def free_port() -> int:
-    """A TCP port that is free now, that the kernel does not assign by itself, and that is never returned twice."""
+    """A TCP port that is free now, that the kernel does not assign by itself, and that is never returned twice.
+
+    Each of pytest's processes draws from separate ports: an engine binds its port only some time after this.
+    """
+    first, step = (int(os.environ.get(f"PYTEST_XDIST_WORKER{name}", at).lstrip("gw")) for name, at in _PROCESSES)
     while True:
         with contextlib.suppress(OSError), socket.socket() as listener:
-            port = random.SystemRandom().randrange(15_000, 32_000)
+            port = random.SystemRandom().randrange(15_000 + first, 32_000, step)
             listener.bind(("127.0.0.1", port))
             if port not in _given:
                 _given.add(port)
